@@ -1,0 +1,34 @@
+"""The letters that every shape in this code base is spelled from, and the jaxtyping aliases made of them.
+
+| letter | axis                                                                        |
+|--------|-----------------------------------------------------------------------------|
+| B      | batch                                                                       |
+| T      | tokens of a sequence (queries, where queries and keys differ)               |
+| S      | keys and values of a sequence, where they differ from the queries           |
+| N      | rows: every leading axis flattened into one                                 |
+| H      | heads; in linear_cross_entropy the hidden width                             |
+| V      | the value half of a head; in linear_cross_entropy the vocabulary            |
+
+A block of an axis is `block_<letter>`, a count of blocks `num_<letter>`. A shape comment stands behind each load, dot
+and reshape: `# [block_n, block_v]`. `tokens` stands for any number of leading axes, none included.
+"""
+
+from jaxtyping import Array, Float, Int
+
+Hidden = Float[Array, "*tokens H"]
+"""One vector of the model's width a token."""
+
+Unembedding = Float[Array, "H V"]
+"""The matrix that turns a hidden vector into logits over the vocabulary."""
+
+Labels = Int[Array, "*tokens"]
+"""One class a token."""
+
+PerToken = Float[Array, "*tokens"]
+"""One number a token."""
+
+Rows = Float[Array, "N H"]
+RowLabels = Int[Array, " N"]
+PerRow = Float[Array, " N"]
+
+Scalar = Float[Array, ""]

@@ -1,0 +1,137 @@
+"""One schema for everything this project measures, with where it comes from: chip, versions, commit, date.
+
+A record is one line of JSON. Raw samples are kept, so that a later reader can take another statistic than the median.
+`kind` says what a record is; an estimate is never written under a measurement's kind.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from tilewright.core.chip import Chip, Device
+
+SCHEMA = 1
+Kind = Literal["bench", "check", "estimate"]
+_PACKAGES = ("tilewright", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where and when a record was made."""
+
+    chip: str
+    device_kind: str
+    device_count: int
+    versions: Mapping[str, str]
+    commit: str | None
+    """The commit of the checkout that ran, with "-dirty" behind it where it had changes; None outside a checkout."""
+    date: str
+    """UTC, ISO 8601."""
+
+    @staticmethod
+    def here(device: Device) -> "Provenance":
+        return Provenance(
+            chip=Chip.of(device).name,
+            device_kind=device.device_kind,
+            device_count=jax.device_count(device.platform),
+            versions=installed_versions(),
+            commit=checkout_commit(),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One measurement of one implementation on one case."""
+
+    kind: Kind
+    op: str
+    implementation: str
+    case: str
+    dtype: str
+    mode: Literal["forward", "forward+backward"]
+    provenance: Provenance
+    config: str | None = None
+    config_source: str | None = None
+    samples_s: tuple[float, ...] = ()
+    """Seconds of one call, one figure a sample, as measured."""
+    metrics: Mapping[str, float | int | str | bool | None] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles over the median: 0.02 is two per cent."""
+        if len(self.samples_s) < 2:
+            return float("nan")
+        low, _, high = statistics.quantiles(self.samples_s, n=4)
+        return (high - low) / self.median_s
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), allow_nan=False)
+
+    @staticmethod
+    def from_json(line: str) -> "Record":
+        data: dict[str, Any] = json.loads(line)
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"record schema={data.get('schema')!r} is not {SCHEMA}; it was written by another version")
+        data["provenance"] = Provenance(**data["provenance"])
+        data["samples_s"] = tuple(data["samples_s"])
+        return Record(**data)
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Append to a JSONL file, making its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(record.to_json() + "\n" for record in records)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    with path.open() as file:
+        yield from (Record.from_json(line) for line in file if line.strip())
+
+
+@functools.cache
+def installed_versions() -> dict[str, str]:
+    """The versions of what decides a measurement, of those that are installed."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@functools.cache
+def checkout_commit() -> str | None:
+    """The commit of the checkout this package runs from, or None where it is installed rather than checked out."""
+    here = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    tracked = git("ls-files", "--error-unmatch", __file__)
+    commit = git("rev-parse", "HEAD") if tracked else None
+    if commit is None:
+        return None
+    return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit

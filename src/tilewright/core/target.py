@@ -1,0 +1,96 @@
+"""For which chip the ops are traced, and whether Pallas kernels run compiled or in their interpreters.
+
+Both are contexts that JAX's caches know of: a jitted function that was traced for the local device is traced anew inside
+`with target("v6e"):`, and the other way round.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.core import Tracer
+
+from tilewright.core.chip import Chip, Device
+
+# What a kernel is configured for when it is interpreted on a machine that has no such chip, and no target is set.
+INTERPRETED_AS = {"tpu": "v6e", "gpu": "h100"}
+
+_target = jax.make_user_context(None)
+_interpret = jax.make_user_context(None)
+
+
+@dataclass(frozen=True)
+class Interpret:
+    """How Pallas kernels are interpreted. Hashable: part of JAX's cache key."""
+
+    detect_races: bool = False
+    uninitialized_memory: Literal["nan", "zero"] = "nan"
+
+
+@contextlib.contextmanager
+def target(chip: str | Chip) -> Iterator[Chip]:
+    """Trace for `chip` instead of the local device: dispatch and block sizes are that chip's.
+
+    `with tilewright.target("v6e"): jax.jit(f).trace(x).lower(lowering_platforms=("tpu",))` lowers a TPU kernel on a
+    machine without one. Running what was traced so needs that chip, or `tilewright.interpret()` beside it.
+    """
+    chip = Chip.named(chip) if isinstance(chip, str) else chip
+    with _target(chip):
+        yield chip
+
+
+@contextlib.contextmanager
+def interpret(*, detect_races: bool = False, uninitialized_memory: Literal["nan", "zero"] = "nan") -> Iterator[None]:
+    """Run TPU and GPU kernels in Pallas' interpreters, on any device.
+
+    It decides how a kernel runs, not which one: `implementation="pallas_tpu"` then works on a CPU, and
+    `implementation=None` still takes what suits the device or the `target`. Uninitialised memory reads as NaN; with
+    `detect_races=True` a data race is an error (jax 0.12 raises where it happens; for 0.11 ask `races_found()`).
+    """
+    with _interpret(Interpret(detect_races, uninitialized_memory)):
+        yield
+
+
+def current_target() -> Chip | None:
+    return _target.value
+
+
+def current_interpret() -> Interpret | None:
+    return _interpret.value
+
+
+def default_device() -> Device:
+    """The device that JAX would put a new array on."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(device, jax.Device):
+        return device
+    return jax.local_devices(backend=device or None)[0]
+
+
+def current_chip(arrays: tuple[Any, ...] = ()) -> Chip:
+    """The target's chip if one is set; else that of the arrays, where they are concrete; else the default device's."""
+    if (chip := current_target()) is not None:
+        return chip
+    concrete = [a for a in arrays if isinstance(a, jax.Array) and not isinstance(a, Tracer)]
+    if concrete and len(concrete) == len([a for a in arrays if a is not None]):
+        return Chip.of(next(iter(concrete[0].devices())))
+    return Chip.of(default_device())
+
+
+def tpu_interpret_params(how: Interpret | None) -> Any:
+    """What `pl.pallas_call(interpret=...)` takes for a TPU kernel."""
+    if how is None:
+        return False
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.InterpretParams(detect_races=how.detect_races, uninitialized_memory=how.uninitialized_memory)
+
+
+def races_found() -> bool:
+    """Whether the last TPU kernel interpreted with `detect_races=True` had a data race."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.races
+    return races is not None and races.races_found

@@ -1,0 +1,164 @@
+"""`linear_cross_entropy`: the loss of a language model's head, from hidden states to a number."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tilewright.core.axes import Hidden, Labels, PerToken, Scalar, Unembedding
+from tilewright.core.dispatch import Op, register
+from tilewright.core.numerics import accumulator
+
+IGNORED_LABEL = -100
+_REDUCTIONS = ("none", "sum", "mean")
+_DTYPES = ("float32", "bfloat16", "float64")
+
+OP = register(
+    Op(
+        name="linear_cross_entropy",
+        family="tilewright.ops.linear_cross_entropy",
+        implementations=("pallas_tpu", "xla", "reference"),
+    )
+)
+
+
+def linear_cross_entropy(
+    x: Hidden,
+    w: Unembedding,
+    labels: Labels,
+    *,
+    weights: PerToken | None = None,
+    z_loss: float | Scalar = 0.0,
+    soft_cap: float | None = None,
+    reduction: Literal["none", "sum", "mean"] = "none",
+    return_logsumexp: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Array | tuple[Array, PerToken]:
+    r"""Cross entropy of softmax(x w) against labels, without ever holding the logits.
+
+    With a_t = x_t w (and a_t = soft_cap * tanh(x_t w / soft_cap) under a soft cap), for each token t
+
+        logsumexp_t = log sum_v exp(a_tv)
+        loss_t = weights_t * (logsumexp_t - a_t[labels_t] + z_loss * logsumexp_t^2)
+
+    Args:
+      x: hidden states [..., H], float32 or bfloat16.
+      w: the unembedding [H, V], of x's dtype.
+      labels: [...] integers in [0, V). A label of -100 counts nothing: its loss is 0, its gradients are 0 and it is
+        not in the mean. Any other label outside [0, V) makes the loss of its token NaN, and with it the gradients that
+        this token takes part in, in every implementation.
+      weights: [...] a factor for each token's loss, or None for ones. Gradients flow to it.
+      z_loss: the factor of logsumexp^2, which keeps the logits from drifting.
+      soft_cap: bounds the logits to (-soft_cap, soft_cap); a number, known when traced.
+      reduction: "none" gives [...]; "sum" and "mean" a scalar. The mean is over the weights of the tokens that count:
+        sum(loss) / sum(weights). With nothing that counts it is 0.
+      return_logsumexp: also return logsumexp [...] of every token, ignored ones too. Gradients flow through it.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes, a config of the implementation (tilewright.ops.linear_cross_entropy.config).
+
+    Returns:
+      loss, float32; with return_logsumexp a pair (loss, logsumexp).
+    """
+    x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
+    weights = None if weights is None else jnp.asarray(weights)
+    _validate(x, w, labels, weights, z_loss, soft_cap, reduction)
+    vocabulary = w.shape[1]
+    tokens = labels.shape
+    rows, row_labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)  # [N, H], [N]
+
+    counted = row_labels != IGNORED_LABEL
+    in_range = (row_labels >= 0) & (row_labels < vocabulary)
+    # No implementation sees a label that it could read out of bounds with.
+    safe_labels = jnp.where(in_range, row_labels, 0).astype(jnp.int32)
+    if rows.shape[0]:
+        nll, logsumexp = OP.run(
+            (rows, w, safe_labels),
+            {"soft_cap": None if soft_cap is None else float(soft_cap)},
+            implementation=implementation,
+            config=config,
+        )
+    else:
+        nll = logsumexp = jnp.zeros((0,), accumulator(x.dtype))
+
+    loss = nll
+    if not (isinstance(z_loss, (int, float)) and z_loss == 0):
+        loss = loss + jnp.asarray(z_loss, loss.dtype) * jnp.square(logsumexp)
+    # A factor, not a replacement: so a label out of range reaches the gradients too.
+    loss = loss * jnp.where(in_range | ~counted, 1.0, jnp.nan).astype(loss.dtype)
+    loss = jnp.where(counted, loss, 0.0)
+    counts = counted.astype(loss.dtype)
+    if weights is not None:
+        row_weights = weights.reshape(-1).astype(loss.dtype)
+        loss, counts = loss * row_weights, counts * row_weights
+
+    loss = loss.reshape(tokens) if reduction == "none" else jnp.sum(loss)
+    if reduction == "mean":
+        total = jnp.sum(counts)
+        loss = jnp.where(total == 0, jnp.zeros_like(loss), loss) / jnp.where(total == 0, jnp.ones_like(total), total)
+    return (loss, logsumexp.reshape(tokens)) if return_logsumexp else loss
+
+
+def _validate(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    z_loss: Any,
+    soft_cap: Any,
+    reduction: str,
+) -> None:
+    if x.ndim < 1 or x.dtype.name not in _DTYPES:
+        raise ValueError(f"x is {_shown(x)}; it must be [..., H] of float32 or bfloat16: x.astype(jnp.bfloat16)")
+    if w.ndim != 2:
+        raise ValueError(f"w is {_shown(w)}; it must be [H, V], two axes")
+    if w.shape[0] != x.shape[-1]:
+        transposed = w.shape[1] == x.shape[-1]
+        remedy = "it looks transposed: pass w.T" if transposed else f"pass a w with {x.shape[-1]} rows"
+        raise ValueError(
+            f"w is {_shown(w)} and x is {_shown(x)}; the first axis of w must be the last of x "
+            f"(H={x.shape[-1]}); {remedy}"
+        )
+    if w.dtype != x.dtype:
+        raise ValueError(
+            f"w has dtype {w.dtype.name} and x has {x.dtype.name}; they must be equal: pass w.astype(x.dtype)"
+        )
+    if 0 in w.shape:
+        raise ValueError(f"w is {_shown(w)}; H and V must be at least 1")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(
+            f"labels has dtype {labels.dtype.name}; labels must be integers: pass labels.astype(jnp.int32)"
+        )
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels is {_shown(labels)} and x is {_shown(x)}; labels must have x's leading axes {list(x.shape[:-1])}"
+        )
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(
+            f"weights is {_shown(weights)} and labels is {_shown(labels)}; weights must have the shape of labels: "
+            f"use jnp.broadcast_to(weights, labels.shape)"
+        )
+    if weights is not None and not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"weights has dtype {weights.dtype.name}; weights must be floating: pass weights.astype(jnp.float32)"
+        )
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is not a reduction; use one of {', '.join(map(repr, _REDUCTIONS))}")
+    if jnp.ndim(z_loss) != 0:
+        raise ValueError(f"z_loss has shape {jnp.shape(z_loss)}; it must be a scalar")
+    if isinstance(z_loss, (int, float)) and z_loss < 0:
+        raise ValueError(f"z_loss={z_loss} is negative; it must be 0 (off) or a small positive factor such as 1e-4")
+    if soft_cap is not None:
+        if not isinstance(soft_cap, (int, float, np.integer, np.floating)):
+            raise ValueError(
+                f"soft_cap={soft_cap!r} is not a Python number; it is built into the kernel, so it must be known when "
+                f"traced: pass a float, or close over it"
+            )
+        if not 0 < soft_cap < float("inf"):
+            raise ValueError(f"soft_cap={soft_cap} must be positive and finite; use None for no cap")
+
+
+def _shown(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

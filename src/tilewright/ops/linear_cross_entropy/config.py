@@ -1,0 +1,135 @@
+"""Block sizes of linear cross entropy, an implementation each; validated when built.
+
+`PallasTpuConfig` has a pair for each of its three kernels. In each kernel one axis stays in VMEM while the other streams
+past it: rows in the forward and the dx kernel, vocabulary in the dw kernel. What stays is as large as fits, since what
+streams is read from HBM once for each block that stays.
+"""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+from tilewright.core.chip import MIB, Chip
+
+LANES = 128
+ROW_TILE = 16  # Sublanes of a bfloat16 tile, the larger of the two dtypes' tiles.
+_FLOAT32_BYTES = 4
+
+# A tile of logits in the xla version, float32. It bounds the temporary memory; wider tiles were not faster on a CPU.
+_XLA_TILE_BYTES = 64 * MIB
+_XLA_MAX_ROWS = 8192
+
+# Largest first. Wider than 1024 brings less than a tenth fewer bytes, and doubles what is compiled.
+_SIZES = (1024, 512, 256, 128, 64, 32, 16)
+_WIDE = 256
+# The compiler takes VMEM of its own for spills and for what it keeps of a tile between passes.
+_VMEM_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class XlaConfig:
+    """Rows and columns of the tile of logits that exists at a time."""
+
+    block_n: int
+    block_v: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name}={value!r} must be a positive integer; use 1024")
+
+    @staticmethod
+    def for_shape(n: int, v: int) -> "XlaConfig":
+        num_n = -(-n // _XLA_MAX_ROWS)
+        block_n = -(-n // num_n)
+        columns = _XLA_TILE_BYTES // (_FLOAT32_BYTES * block_n)
+        return XlaConfig(block_n, min(v, max(columns // LANES * LANES, LANES)))
+
+
+@dataclass(frozen=True)
+class PallasTpuConfig:
+    """Block sizes of the forward kernel (`block_n`, `block_v`), the dx kernel (`_dx`) and the dw kernel (`_dw`)."""
+
+    block_n: int
+    block_v: int
+    block_n_dx: int
+    block_v_dx: int
+    block_n_dw: int
+    block_v_dw: int
+    block_h: int = 2048
+    """The part of H in one product of a kernel. It bounds the code that is generated, not the memory."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            rows = field.name.startswith("block_n")
+            tile, what = (ROW_TILE, "sublanes of a bfloat16 tile") if rows else (LANES, "TPU lanes")
+            if not isinstance(value, int) or value < 1 or value % tile:
+                nearest = max(tile, round(value / tile) * tile) if isinstance(value, int) else tile
+                raise ValueError(
+                    f"{field.name}={value!r} must be a positive multiple of {tile} ({what}); "
+                    f"use {nearest}, or implementation='xla'"
+                )
+
+    def vmem_bytes(self, h: int, itemsize: int) -> dict[str, int]:
+        """An estimate of the VMEM that each kernel needs: blocks twice for the pipeline, accumulators and tiles once."""
+        h = -(-h // LANES) * LANES
+        tile = 3 * _FLOAT32_BYTES + itemsize  # Logits, exponentials, mask; and d_logits in the inputs' dtype.
+        row = 4 * LANES * _FLOAT32_BYTES  # Statistics, labels and results are padded to a row of lanes.
+
+        def kernel(stays: int, streams: int, rows: int, per_element_that_stays: int) -> int:
+            blocks = h * (stays * per_element_that_stays + 2 * streams * itemsize)
+            return blocks + stays * streams * tile + 2 * rows * row
+
+        with_gradient = 2 * itemsize + _FLOAT32_BYTES + 2 * itemsize
+        return {
+            "forward": kernel(self.block_n, self.block_v, self.block_n, 2 * itemsize),
+            "dx": kernel(self.block_n_dx, self.block_v_dx, self.block_n_dx, with_gradient),
+            "dw": kernel(self.block_v_dw, self.block_n_dw, self.block_n_dw, with_gradient),
+        }
+
+    def misfit(self, chip: Chip, h: int, itemsize: int) -> str | None:
+        """Why a kernel of this config does not fit the chip's VMEM, or None."""
+        if chip.vmem_bytes is None:
+            return None
+        fields = {
+            "forward": "block_n or block_v",
+            "dx": "block_n_dx or block_v_dx",
+            "dw": "block_v_dw or block_n_dw",
+        }
+        for kernel, needed in self.vmem_bytes(h, itemsize).items():
+            if needed > chip.vmem_bytes:
+                return (
+                    f"its {kernel} kernel needs about {needed / MIB:.0f} MiB of VMEM for H={h} with {self}, and a "
+                    f"{chip.name} has {chip.vmem_bytes / MIB:.0f}; use a smaller {fields[kernel]}, "
+                    f"or implementation='xla'"
+                )
+        return None
+
+    @staticmethod
+    def for_shape(chip: Chip, n: int, h: int, v: int, itemsize: int) -> "PallasTpuConfig":
+        """The largest blocks that fit the chip's VMEM, what stays before what streams; the smallest if none does."""
+        rows = [size for size in _SIZES if size < n + ROW_TILE] or [ROW_TILE]
+        columns = [size for size in _SIZES if size >= LANES and size < v + LANES] or [LANES]
+        budget = _VMEM_SHARE * chip.vmem_bytes if chip.vmem_bytes else 0
+        smallest = PallasTpuConfig(*(ROW_TILE, LANES) * 3)
+
+        def fit(kernel: str, pairs: list[tuple[int, int]], suffix: str) -> dict[str, int]:
+            for block_n, block_v in pairs:
+                sizes = {f"block_n{suffix}": block_n, f"block_v{suffix}": block_v}
+                if dataclasses.replace(smallest, **sizes).vmem_bytes(h, itemsize)[kernel] <= budget:
+                    return sizes
+            return {f"block_n{suffix}": ROW_TILE, f"block_v{suffix}": LANES}
+
+        # A narrow stream starves the MXU, which is 256 wide on v6e and later: it comes after every wide one.
+        rows_stay = sorted(itertools.product(rows, columns), key=lambda pair: pair[1] < _WIDE)
+        columns_stay = sorted(
+            ((block_n, block_v) for block_v, block_n in itertools.product(columns, rows)),
+            key=lambda pair: pair[0] < _WIDE,
+        )
+        return PallasTpuConfig(
+            **fit("forward", rows_stay, ""),
+            **fit("dx", rows_stay, "_dx"),
+            **fit("dw", columns_stay, "_dw"),
+        )

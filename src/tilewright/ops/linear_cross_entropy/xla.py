@@ -1,0 +1,200 @@
+"""Linear cross entropy in plain JAX, a block of the vocabulary at a time: the logits never exist whole.
+
+Forward: for each block of rows, a scan over blocks of the vocabulary with an online logsumexp. Backward: for each block
+of the vocabulary, the logits are recomputed, turned into their gradient, and used twice: for the block's columns of dw,
+which are then finished, and added to dx.
+
+Floor: 2 N H V FLOPs forward; backward 6 N H V (the logits once more, dx, dw). w is read once a block of rows.
+Memory beyond inputs and gradients: a few tiles [block_n, block_v] in float32, and dx in float32 (4 N H bytes) while it
+is summed. dw needs no float32 copy, since each of its columns is summed over all rows at once: that is why the
+vocabulary is the outer loop.
+
+Any V: the last block starts at V - block_v, and the columns it shares with the block before are masked. Padding w
+instead would copy it. Rows are padded to a multiple of block_n, which costs at most one block.
+
+Numerics: float32 inputs are multiplied in float32 (Precision.HIGHEST), on TPUs and GPUs too. The backward keeps the max
+and sum exp(logit - max) of a row rather than their logsumexp: at logits of 1,000 a float32 logsumexp is off by 6e-5, and
+exp(logit - logsumexp) would be off by that factor.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.core.axes import PerRow, RowLabels, Rows, Unembedding
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import Launch
+from tilewright.core.manual_axes import vary_over, varying_axes
+from tilewright.core.numerics import accumulator
+from tilewright.ops.linear_cross_entropy.config import XlaConfig
+
+Config = XlaConfig
+
+
+def default_config(chip: Chip, x: Rows, w: Unembedding, labels: RowLabels, *, soft_cap: float | None) -> XlaConfig:
+    del chip, labels, soft_cap
+    return XlaConfig.for_shape(x.shape[0], w.shape[1])
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """A and b contracted over one axis each, accumulated in float32 at least."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=accumulator(a.dtype),
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros to start a scan with, whose type inside shard_map is that of what will be added."""
+    return vary_over(jnp.zeros(shape, dtype), varying_axes(like))
+
+
+def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(array, [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1))
+
+
+def _row_blocks(block_n: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Each array [N, ...] as [num_n, block_n, ...], padded with zeros."""
+    num_n = -(-arrays[0].shape[0] // block_n)
+    return tuple(_pad_rows(a, num_n * block_n).reshape(num_n, block_n, *a.shape[1:]) for a in arrays)
+
+
+def _vocabulary_block(w: Unembedding, index: jax.Array, block_v: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Block `index` of w [H, block_v], its first column, and which of its columns no earlier block had [1, block_v]."""
+    wanted = index * block_v
+    start = jnp.minimum(wanted, w.shape[1] - block_v)
+    block = jax.lax.dynamic_slice_in_dim(w, start, block_v, axis=1)  # [H, block_v]
+    fresh = start + jnp.arange(block_v, dtype=jnp.int32)[None, :] >= wanted
+    return block, start, fresh
+
+
+def _logits(x: jax.Array, w: jax.Array, soft_cap: float | None) -> jax.Array:
+    logits = _dot(x, w, (1, 0))  # [block_n, block_v]
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def _is_label(labels: jax.Array, start: jax.Array, block_v: int) -> jax.Array:
+    return labels[:, None] == start + jnp.arange(block_v, dtype=jnp.int32)[None, :]  # [block_n, block_v]
+
+
+def _forward(
+    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, config: XlaConfig
+) -> tuple[jax.Array, ...]:
+    """nll, logsumexp, and the two numbers that the backward makes probabilities from: max and sum exp(logit - max)."""
+    n, v = x.shape[0], w.shape[1]
+    block_n, block_v = min(config.block_n, n), min(config.block_v, v)
+    num_v = -(-v // block_v)
+    accumulate = accumulator(x.dtype)
+
+    def rows(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        x_block, label_block = block  # [block_n, H], [block_n]
+
+        def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
+            highest, total, label_logit = carry  # each [block_n]
+            w_block, start, fresh = _vocabulary_block(w, index, block_v)
+            logits = _logits(x_block, w_block, soft_cap)  # [block_n, block_v]
+            label_here = _is_label(label_block, start, block_v) & fresh
+            label_logit = label_logit + jnp.sum(jnp.where(label_here, logits, 0.0), axis=1)
+            logits = jnp.where(fresh, logits, -jnp.inf)
+            new_highest = jnp.maximum(highest, jnp.max(logits, axis=1))
+            total = total * jnp.exp(highest - new_highest) + jnp.sum(jnp.exp(logits - new_highest[:, None]), axis=1)
+            return (new_highest, total, label_logit), None
+
+        zero = _zeros((block_n,), accumulate, x_block)
+        start = (zero - jnp.inf, zero, zero)
+        (highest, total, label_logit), _ = jax.lax.scan(step, start, jnp.arange(num_v, dtype=jnp.int32))
+        return label_logit, highest, total
+
+    label_logit, highest, total = (
+        stacked.reshape(-1)[:n] for stacked in _map_blocks(rows, _row_blocks(block_n, x, labels))
+    )
+    log_total = jnp.log(total)
+    return (highest - label_logit) + log_total, highest + log_total, highest, total
+
+
+def _map_blocks(function: Callable[[Any], Any], blocks: tuple[jax.Array, ...]) -> Any:
+    """`lax.map`, without a loop around a single block."""
+    if blocks[0].shape[0] == 1:
+        return jax.tree.map(lambda a: a[None], function(tuple(b[0] for b in blocks)))
+    return jax.lax.map(function, blocks)
+
+
+def _backward(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    highest: jax.Array,
+    total: jax.Array,
+    d_nll: jax.Array,
+    d_logsumexp: jax.Array,
+    *,
+    soft_cap: float | None,
+    config: XlaConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Dx and dw. The gradient of a logit is (d_nll + d_logsumexp) p - d_nll [label], times the soft cap's slope."""
+    (n, h), v = x.shape, w.shape[1]
+    block_n, block_v = min(config.block_n, n), min(config.block_v, v)
+    num_v = -(-v // block_v)
+    blocks = _row_blocks(block_n, x, labels, highest, (d_nll + d_logsumexp) / total, d_nll)
+    accumulate = highest.dtype
+
+    def vocabulary_step(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, None]:
+        dx, dw = carry  # [num_n, block_n, H] float32, [H, V]
+        w_block, start, fresh = _vocabulary_block(w, index, block_v)
+
+        def rows_step(dw_block: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            x_block, label_block, highest_block, factor, label_factor, dx_block = block
+            logits = _logits(x_block, w_block, soft_cap)  # [block_n, block_v]
+            d_logits = factor[:, None] * jnp.exp(logits - highest_block[:, None])
+            d_logits = d_logits - jnp.where(_is_label(label_block, start, block_v), label_factor[:, None], 0.0)
+            if soft_cap is not None:
+                d_logits = d_logits * (1.0 - jnp.square(logits / soft_cap))
+            d_logits = d_logits.astype(x.dtype)  # [block_n, block_v]
+            # Shared columns of dw are computed whole by both blocks that hold them; dx must have them once.
+            dw_block = dw_block + _dot(x_block, d_logits, (0, 0))  # [H, block_v]
+            d_fresh = jnp.where(fresh, d_logits, jnp.zeros_like(d_logits))
+            return dw_block, dx_block + _dot(d_fresh, w_block, (1, 1))  # [block_n, H]
+
+        dw_block, dx = jax.lax.scan(rows_step, _zeros((h, block_v), accumulate, x), (*blocks, dx))
+        dw = jax.lax.dynamic_update_slice_in_dim(dw, dw_block.astype(w.dtype), start, axis=1)
+        return (dx, dw), None
+
+    start = (_zeros(blocks[0].shape, accumulate, x), _zeros(w.shape, w.dtype, x))
+    (dx, dw), _ = jax.lax.scan(vocabulary_step, start, jnp.arange(num_v, dtype=jnp.int32))
+    return dx.reshape(-1, h)[:n].astype(x.dtype), dw
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _linear_cross_entropy(
+    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, config: XlaConfig
+) -> tuple[jax.Array, jax.Array]:
+    nll, logsumexp, _, _ = _forward(x, w, labels, soft_cap, config)
+    return nll, logsumexp
+
+
+def _vjp_forward(
+    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, config: XlaConfig
+) -> tuple[Any, Any]:
+    nll, logsumexp, highest, total = _forward(x, w, labels, soft_cap, config)
+    return (nll, logsumexp), (x, w, labels, highest, total)
+
+
+def _vjp_backward(soft_cap: float | None, config: XlaConfig, saved: Any, cotangents: Any) -> tuple[Any, Any, None]:
+    dx, dw = _backward(*saved, *cotangents, soft_cap=soft_cap, config=config)
+    return dx, dw, None
+
+
+_linear_cross_entropy.defvjp(_vjp_forward, _vjp_backward)
+
+
+def linear_cross_entropy_xla(
+    x: Rows, w: Unembedding, labels: RowLabels, *, soft_cap: float | None, launch: Launch
+) -> tuple[PerRow, PerRow]:
+    """Negative log likelihood and logsumexp of each row; labels are in [0, V)."""
+    return _linear_cross_entropy(x, w, labels, soft_cap, launch.config)

@@ -1,0 +1,78 @@
+"""`tilewright check`: is an implementation right? Values and every gradient against the oracle."""
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from tilewright.cli.screen import console, progress_bar, split_names
+from tilewright.core.dispatch import find_op
+from tilewright.workbench.check import DTYPES, CaseCheck, Checked, check_implementation, needs_interpreter
+
+
+def check(
+    op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
+    implementation: Annotated[str | None, typer.Option(help="Comma-separated; all unless told.")] = None,
+    case: Annotated[str | None, typer.Option(help="Comma-separated; the small cases unless told, or `all`.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16; both unless told.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random inputs and cotangents.")] = 0,
+) -> None:
+    """Check values and every gradient of an op against the oracle, over its cases.
+
+    The oracle is the reference in float64. An error may be twice that of the reference in the same dtype, plus a tiny
+    floor; a NaN never passes. A kernel for another device runs in its interpreter. Exit code 1 on a miss.
+    """
+    found = find_op(op)
+    implementations = split_names(implementation, found.implementations, "implementation")
+    small = tuple(c.name for c in found.cases if c.small)
+    every = tuple(c.name for c in found.cases)
+    cases = every if case == "all" else small if case is None else split_names(case, every, "case")
+    dtypes = split_names(dtype, DTYPES, "dtype")
+
+    results: list[Checked] = []
+    with progress_bar() as bar:
+        task = bar.add_task("checking", total=len(cases) * len(dtypes) * len(implementations))
+        for case_name in cases:
+            for dtype_name in dtypes:
+                held = CaseCheck(found, found.case(case_name), dtype_name, seed=seed)
+                for name in implementations:
+                    bar.update(task, description=f"{case_name} {dtype_name} {name}")
+                    results += check_implementation(held, name)
+                    bar.advance(task)
+
+    table = Table(title=f"{op} against the oracle (the reference in float64)", title_justify="left")
+    for column in ("case", "dtype", "implementation", "quantity"):
+        table.add_column(column)
+    for column in ("max error", "bound", "mean error", "relative", "bound", "worst at", ""):
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(*_row(result))
+    console().print(table)
+    misses = [result for result in results if not result.verdict.ok]
+    interpreted = [name for name in implementations if needs_interpreter(name)]
+    if interpreted:
+        console().print(f"In the interpreter, since this device cannot run it: {', '.join(interpreted)}.")
+    console().print(f"{len(results) - len(misses)} of {len(results)} within bounds.")
+    for miss in misses:
+        console().print(
+            f"[bold red]miss:[/] {miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {miss.verdict}"
+        )
+    if misses:
+        raise typer.Exit(1)
+
+
+def _row(result: Checked) -> tuple[str, ...]:
+    verdict = result.verdict
+    return (
+        result.case,
+        result.dtype,
+        result.implementation,
+        result.quantity,
+        f"{verdict.error.max_abs:.2e}",
+        f"{verdict.max_abs_bound:.2e}",
+        f"{verdict.error.mean_abs:.2e}",
+        f"{verdict.error.relative:.2e}",
+        f"{verdict.relative_bound:.2e}",
+        str(list(verdict.error.worst)),
+        "[green]ok[/]" if verdict.ok else "[bold red]MISS[/]",
+    )

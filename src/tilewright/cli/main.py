@@ -1,0 +1,45 @@
+"""`tilewright`: the verbs of the workbench, and how their errors are shown."""
+
+import sys
+
+import typer
+
+from tilewright.cli.bench import bench
+from tilewright.cli.check import check
+from tilewright.cli.ops import ops
+from tilewright.cli.screen import console
+from tilewright.core.dispatch import Unsupported
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""The bench that JAX kernels for TPU and GPU are made on.
+
+**See** what there is and what runs here: `tilewright ops`
+
+**Check** values and gradients against the oracle: `tilewright check linear_cross_entropy`
+
+**Time** implementations side by side: `tilewright bench linear_cross_entropy --grad --plot out.png`
+
+**Begin** a new kernel, with its tests passing from the start: `tilewright new my_op`
+
+Every verb has its own `--help`. On a machine without the chip, check runs TPU and GPU kernels in their interpreters;
+bench times only what the device can really run.
+""",
+)
+app.command("ops")(ops)
+app.command("check")(check)
+app.command("bench")(bench)
+
+
+def main() -> None:
+    """Run a verb. A wrong argument is one line on stderr and exit code 2, not a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, Unsupported, FileExistsError, FileNotFoundError) as error:
+        if "--traceback" in sys.argv:
+            raise
+        console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,63 @@
+"""What the verbs share on the screen: consoles, progress bars, and figures a person can read."""
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+_WIDTH_IN_A_PIPE = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal; in a pipe or a log, wide enough for the tables."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_IN_A_PIPE)
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr, so that a table on stdout can be piped. It leaves nothing behind when done."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console(stderr=True),
+        transient=True,
+    )
+
+
+def split_names(given: str | None, known: tuple[str, ...], argument: str) -> tuple[str, ...]:
+    """The comma-separated names in `given`, each one of `known`; all of `known` where nothing is given."""
+    if given is None:
+        return known
+    names = tuple(name.strip() for name in given.split(",") if name.strip())
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--{argument} {name} is not known; use one of {', '.join(known)}")
+    return names
+
+
+def seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def memory(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float | None, unit: str, fraction: float | None) -> str:
+    """A rate in tera- or giga-units, with its share of the device's ceiling where that is known."""
+    if value is None:
+        return "-"
+    prefix, factor = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
+    share = "" if fraction is None else f" ({fraction:.0%})"
+    return f"{value / factor:.3g} {prefix}{unit}{share}"

@@ -1,0 +1,1 @@
+"""Check, time and scaffold any registered op. Knows no op by name."""

@@ -7,7 +7,7 @@ Both are contexts that JAX's caches know of: a jitted function that was traced f
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -26,7 +26,7 @@ class Interpret:
     """How Pallas kernels are interpreted. Hashable: part of JAX's cache key."""
 
     detect_races: bool = False
-    uninitialized_memory: Literal["nan", "zero"] = "nan"
+    plain: bool = False
 
 
 @contextlib.contextmanager
@@ -42,14 +42,19 @@ def target(chip: str | Chip) -> Iterator[Chip]:
 
 
 @contextlib.contextmanager
-def interpret(*, detect_races: bool = False, uninitialized_memory: Literal["nan", "zero"] = "nan") -> Iterator[None]:
+def interpret(*, detect_races: bool = False, plain: bool = False) -> Iterator[None]:
     """Run TPU and GPU kernels in Pallas' interpreters, on any device.
 
     It decides how a kernel runs, not which one: `implementation="pallas_tpu"` then works on a CPU, and
-    `implementation=None` still takes what suits the device or the `target`. Uninitialised memory reads as NaN; with
-    `detect_races=True` a data race is an error (jax 0.12 raises where it happens; for 0.11 ask `races_found()`).
+    `implementation=None` still takes what suits the device or the `target`.
+
+    The interpreter simulates the chip's memories and copies; uninitialised memory reads as NaN. With `detect_races=True`
+    a data race is an error (jax 0.12 raises where it happens; for 0.11 ask `races_found()`). It works through callbacks,
+    which `jax.vmap` and `jax.checkpoint` do not take: `plain=True` is for these, an interpreter without the simulation.
     """
-    with _interpret(Interpret(detect_races, uninitialized_memory)):
+    if plain and detect_races:
+        raise ValueError("plain=True has no memory to find races in; leave plain or detect_races out")
+    with _interpret(Interpret(detect_races, plain)):
         yield
 
 
@@ -81,11 +86,11 @@ def current_chip(arrays: tuple[Any, ...] = ()) -> Chip:
 
 def tpu_interpret_params(how: Interpret | None) -> Any:
     """What `pl.pallas_call(interpret=...)` takes for a TPU kernel."""
-    if how is None:
-        return False
+    if how is None or how.plain:
+        return how is not None
     from jax.experimental.pallas import tpu as pltpu
 
-    return pltpu.InterpretParams(detect_races=how.detect_races, uninitialized_memory=how.uninitialized_memory)
+    return pltpu.InterpretParams(detect_races=how.detect_races, uninitialized_memory="nan")
 
 
 def races_found() -> bool:

@@ -59,17 +59,24 @@ class PallasTpuConfig:
     block_v_dw: int
     block_h: int = 2048
     """The part of H in one product of a kernel. It bounds the code that is generated, not the memory."""
+    tile_n: int = 256
+    """The rows of a block that are computed at a time, in a loop. It bounds the code and the tiles in VMEM."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            rows = field.name.startswith("block_n")
+            rows = field.name.startswith(("block_n", "tile_n"))
             tile, what = (ROW_TILE, "sublanes of a bfloat16 tile") if rows else (LANES, "TPU lanes")
             if not isinstance(value, int) or value < 1 or value % tile:
                 nearest = max(tile, round(value / tile) * tile) if isinstance(value, int) else tile
                 raise ValueError(
                     f"{field.name}={value!r} must be a positive multiple of {tile} ({what}); "
                     f"use {nearest}, or implementation='xla'"
+                )
+            if field.name.startswith("block_n") and value > self.tile_n and value % self.tile_n:
+                raise ValueError(
+                    f"{field.name}={value} must be a multiple of tile_n={self.tile_n}, or less than it; "
+                    f"use {-(-value // self.tile_n) * self.tile_n}"
                 )
 
     def vmem_bytes(self, h: int, itemsize: int) -> dict[str, int]:
@@ -78,15 +85,15 @@ class PallasTpuConfig:
         tile = 3 * _FLOAT32_BYTES + itemsize  # Logits, exponentials, mask; and d_logits in the inputs' dtype.
         row = 4 * LANES * _FLOAT32_BYTES  # Statistics, labels and results are padded to a row of lanes.
 
-        def kernel(stays: int, streams: int, rows: int, per_element_that_stays: int) -> int:
+        def kernel(stays: int, streams: int, rows: int, columns: int, per_element_that_stays: int) -> int:
             blocks = h * (stays * per_element_that_stays + 2 * streams * itemsize)
-            return blocks + stays * streams * tile + 2 * rows * row
+            return blocks + min(rows, self.tile_n) * columns * tile + 2 * rows * row
 
         with_gradient = 2 * itemsize + _FLOAT32_BYTES + 2 * itemsize
         return {
-            "forward": kernel(self.block_n, self.block_v, self.block_n, 2 * itemsize),
-            "dx": kernel(self.block_n_dx, self.block_v_dx, self.block_n_dx, with_gradient),
-            "dw": kernel(self.block_v_dw, self.block_n_dw, self.block_n_dw, with_gradient),
+            "forward": kernel(self.block_n, self.block_v, self.block_n, self.block_v, 2 * itemsize),
+            "dx": kernel(self.block_n_dx, self.block_v_dx, self.block_n_dx, self.block_v_dx, with_gradient),
+            "dw": kernel(self.block_v_dw, self.block_n_dw, self.block_n_dw, self.block_v_dw, with_gradient),
         }
 
     def misfit(self, chip: Chip, h: int, itemsize: int) -> str | None:

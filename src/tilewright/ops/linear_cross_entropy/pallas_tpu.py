@@ -9,8 +9,9 @@ once. Here: forward 2 N H V FLOPs, x read once, w read N / block_n times. Backwa
 separate kernels and each makes the logits anew: dx reads w N / block_n_dx times, dw reads x V / block_v_dw times.
 
 Blocking: grid (num_n, num_v), rows in parallel, vocabulary in order. A block of rows [block_n, H] stays in VMEM while the
-blocks [H, block_v] of w stream past. H is whole in a block; a product takes block_h of it at a time, so that the code
-stays small. The smallest blocks bound H: about 8,000 on a v4 and 40,000 on a v5p in bfloat16; `unsupported_reason` says.
+blocks [H, block_v] of w stream past. Inside a step a loop takes tile_n rows at a time, and a product block_h of H, so that
+the code stays small; H is whole in a block. The smallest blocks bound H: about 8,000 on a v4 and 40,000 on a v5p in
+bfloat16; `unsupported_reason` says.
 
 The online logsumexp is kept per lane: each of the 128 lanes is an online logsumexp of its own over every 128th column.
 So a step needs no reduction across lanes, which would go through the XLU; the lanes are joined once, after the last block.
@@ -41,7 +42,7 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
 from tilewright.ops.linear_cross_entropy.config import LANES, PallasTpuConfig
-from tilewright.ops.linear_cross_entropy.pallas_tpu_bwd import backward, logits_tile
+from tilewright.ops.linear_cross_entropy.pallas_tpu_bwd import backward, for_row_tiles, logits_tile
 
 Config = PallasTpuConfig
 
@@ -80,6 +81,7 @@ def _forward_kernel(
     vocabulary: int,
     soft_cap: float | None,
     block_h: int,
+    tile_n: int,
 ):
     step = pl.program_id(1)
     block_v = w_ref.shape[1]
@@ -90,32 +92,37 @@ def _forward_kernel(
         total_scratch[...] = jnp.zeros_like(total_scratch)
         label_logit_scratch[...] = jnp.zeros_like(label_logit_scratch)
 
-    logits = logits_tile(x_ref, w_ref, soft_cap, block_h)  # [block_n, block_v]
-    first = step * block_v
-    labels = labels_ref[...]  # [block_n, 1]
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-    columns = [first + start + lane for start in range(0, block_v, LANES)]  # each [1, LANES]
-    groups = [logits[:, start : start + LANES] for start in range(0, block_v, LANES)]  # each [block_n, LANES]
-    if vocabulary % block_v:
-        groups = [jnp.where(column < vocabulary, group, _MASKED) for column, group in zip(columns, groups, strict=True)]
+    starts = range(0, block_v, LANES)
+    columns = [step * block_v + start + lane for start in starts]  # each [1, LANES]
 
-    before = highest_scratch[...]
-    highest = functools.reduce(jnp.maximum, groups, before)  # [block_n, LANES]
-    total = total_scratch[...] * jnp.exp(before - highest)
-    label_logit = label_logit_scratch[...]
-    for column, group in zip(columns, groups, strict=True):
-        total = total + jnp.exp(group - highest)
-        label_logit = label_logit + jnp.where(column == labels, group, 0.0)
-    highest_scratch[...] = highest
-    total_scratch[...] = total
-    label_logit_scratch[...] = label_logit
+    def add_tile(rows: Any) -> None:
+        logits = logits_tile(x_ref, w_ref, rows, soft_cap, block_h)  # [tile_n, block_v]
+        groups = [logits[:, start : start + LANES] for start in starts]  # each [tile_n, LANES]
+        if vocabulary % block_v:
+            groups = [jnp.where(column < vocabulary, g, _MASKED) for column, g in zip(columns, groups, strict=True)]
+        labels = labels_ref[rows, :]  # [tile_n, 1]
+        before = highest_scratch[rows, :]
+        highest = functools.reduce(jnp.maximum, groups, before)  # [tile_n, LANES]
+        total = total_scratch[rows, :] * jnp.exp(before - highest)
+        label_logit = label_logit_scratch[rows, :]
+        for column, group in zip(columns, groups, strict=True):
+            total = total + jnp.exp(group - highest)
+            label_logit = label_logit + jnp.where(column == labels, group, 0.0)
+        highest_scratch[rows, :] = highest
+        total_scratch[rows, :] = total
+        label_logit_scratch[rows, :] = label_logit
+
+    for_row_tiles(x_ref.shape[0], tile_n, add_tile)
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _finish():
+        highest = highest_scratch[...]  # [block_n, LANES]
         row_highest = jnp.max(highest, axis=1, keepdims=True)  # [block_n, 1]
-        row_total = jnp.sum(total * jnp.exp(highest - row_highest), axis=1, keepdims=True)
+        row_total = jnp.sum(total_scratch[...] * jnp.exp(highest - row_highest), axis=1, keepdims=True)
         log_total = jnp.log(row_total)
-        out_ref[:, 0:1] = (row_highest - jnp.sum(label_logit, axis=1, keepdims=True)) + log_total
+        label_logit = jnp.sum(label_logit_scratch[...], axis=1, keepdims=True)
+        out_ref[:, 0:1] = (row_highest - label_logit) + log_total
         out_ref[:, 1:2] = row_highest + log_total
         out_ref[:, 2:3] = row_highest
         out_ref[:, 3:4] = row_total
@@ -131,7 +138,9 @@ def _forward(
     num_n, num_v = pl.cdiv(n, block_n), pl.cdiv(v, block_v)
     statistics = pltpu.VMEM((block_n, LANES), jnp.float32)
     out = pl.pallas_call(
-        functools.partial(_forward_kernel, vocabulary=v, soft_cap=soft_cap, block_h=config.block_h),
+        functools.partial(
+            _forward_kernel, vocabulary=v, soft_cap=soft_cap, block_h=config.block_h, tile_n=config.tile_n
+        ),
         out_shape=output_like((n, 4), jnp.float32, x),
         grid=(num_n, num_v),
         in_specs=[

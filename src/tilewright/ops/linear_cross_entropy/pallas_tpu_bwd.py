@@ -13,6 +13,8 @@ has a ragged last block, both of its operands are masked there.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,24 +38,38 @@ def dot_f32(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
+def for_row_tiles(block_n: int, tile_n: int, body: Callable[[Any], None]) -> None:
+    """Call `body` with a slice for each tile of rows of a block: in a loop, so that its code is there once."""
+    if block_n <= tile_n:
+        body(slice(0, block_n))
+        return
+
+    def step(index: jax.Array, _: None) -> None:
+        body(pl.ds(pl.multiple_of(index * tile_n, tile_n), tile_n))
+
+    jax.lax.fori_loop(0, block_n // tile_n, step, None)
+
+
 def hidden_slices(h: int, block_h: int) -> list[slice]:
     """H in slices of block_h, the last one shorter where it does not divide."""
     return [slice(start, min(start + block_h, h)) for start in range(0, h, block_h)]
 
 
-def logits_tile(x_ref, w_ref, soft_cap: float | None, block_h: int) -> jax.Array:
-    """The logits of a block of rows against a block of the vocabulary: [block_n, block_v]."""
-    products = (dot_f32(x_ref[:, part], w_ref[part, :], (1, 0)) for part in hidden_slices(x_ref.shape[1], block_h))
+def logits_tile(x_ref, w_ref, rows: Any, soft_cap: float | None, block_h: int) -> jax.Array:
+    """The logits of a tile of rows against a block of the vocabulary: [tile_n, block_v]."""
+    products = (dot_f32(x_ref[rows, part], w_ref[part, :], (1, 0)) for part in hidden_slices(x_ref.shape[1], block_h))
     logits = functools.reduce(jnp.add, products)
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits * (1.0 / soft_cap))
 
 
-def _d_logits(x_ref, w_ref, rows_ref, first_column: jax.Array, soft_cap: float | None, block_h: int) -> jax.Array:
-    """The gradient of a tile of logits, float32 [block_n, block_v]."""
-    logits = logits_tile(x_ref, w_ref, soft_cap, block_h)
-    rows = rows_ref[...]  # [block_n, 4]
-    highest, factor, label_factor = rows[:, 0:1], rows[:, 1:2], rows[:, 2:3]  # each [block_n, 1]
-    label = jax.lax.bitcast_convert_type(rows[:, 3:4], jnp.int32)
+def _d_logits(
+    x_ref, w_ref, rows_ref, rows: Any, first_column: jax.Array, soft_cap: float | None, block_h: int
+) -> jax.Array:
+    """The gradient of a tile of logits, float32 [tile_n, block_v]."""
+    logits = logits_tile(x_ref, w_ref, rows, soft_cap, block_h)
+    per_row = rows_ref[rows, :]  # [tile_n, 4]
+    highest, factor, label_factor = per_row[:, 0:1], per_row[:, 1:2], per_row[:, 2:3]  # each [tile_n, 1]
+    label = jax.lax.bitcast_convert_type(per_row[:, 3:4], jnp.int32)
     column = first_column + jax.lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)  # [1, block_v]
     d_logits = factor * jnp.exp(logits - highest)
     d_logits = d_logits - jnp.where(column == label, label_factor, 0.0)
@@ -84,6 +100,7 @@ def _dx_kernel(
     vocabulary: int,
     soft_cap: float | None,
     block_h: int,
+    tile_n: int,
 ):
     step = pl.program_id(1)
     block_v = w_ref.shape[1]
@@ -93,15 +110,18 @@ def _dx_kernel(
     def _start():
         dx_scratch[...] = jnp.zeros_like(dx_scratch)
 
-    d_logits = _d_logits(x_ref, w_ref, rows_ref, first, soft_cap, block_h)  # [block_n, block_v]
-    if vocabulary % block_v:
-        d_logits = _keep(_below(first, d_logits.shape, 1, vocabulary), d_logits)
-    d_logits = d_logits.astype(w_ref.dtype)
-    for part in hidden_slices(w_ref.shape[0], block_h):
-        w = w_ref[part, :]  # [block_h, block_v]
+    def add_tile(rows: Any) -> None:
+        d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first, soft_cap, block_h)  # [tile_n, block_v]
         if vocabulary % block_v:
-            w = _keep(_below(first, w.shape, 1, vocabulary), w)
-        dx_scratch[:, part] += dot_f32(d_logits, w, (1, 1))  # [block_n, block_h]
+            d_logits = _keep(_below(first, d_logits.shape, 1, vocabulary), d_logits)
+        d_logits = d_logits.astype(w_ref.dtype)
+        for part in hidden_slices(w_ref.shape[0], block_h):
+            w = w_ref[part, :]  # [block_h, block_v]
+            if vocabulary % block_v:
+                w = _keep(_below(first, w.shape, 1, vocabulary), w)
+            dx_scratch[rows, part] += dot_f32(d_logits, w, (1, 1))  # [tile_n, block_h]
+
+    for_row_tiles(x_ref.shape[0], tile_n, add_tile)
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _finish():
@@ -121,24 +141,30 @@ def _dw_kernel(
     num_rows: int,
     soft_cap: float | None,
     block_h: int,
+    tile_n: int,
 ):
     step = pl.program_id(1)
     block_n, block_v = x_ref.shape[0], w_ref.shape[1]
-    first = step * block_n
 
     @pl.when(step == 0)
     def _start():
         dw_scratch[...] = jnp.zeros_like(dw_scratch)
 
-    d_logits = _d_logits(x_ref, w_ref, rows_ref, pl.program_id(0) * block_v, soft_cap, block_h)  # [block_n, block_v]
-    if num_rows % block_n:
-        d_logits = _keep(_below(first, d_logits.shape, 0, num_rows), d_logits)
-    d_logits = d_logits.astype(x_ref.dtype)
-    for part in hidden_slices(x_ref.shape[1], block_h):
-        x = x_ref[:, part]  # [block_n, block_h]
+    first_column = pl.program_id(0) * block_v
+
+    def add_tile(rows: Any) -> None:
+        first = step * block_n + rows.start
+        d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first_column, soft_cap, block_h)  # [tile_n, block_v]
         if num_rows % block_n:
-            x = _keep(_below(first, x.shape, 0, num_rows), x)
-        dw_scratch[part, :] += dot_f32(x, d_logits, (0, 0))  # [block_h, block_v]
+            d_logits = _keep(_below(first, d_logits.shape, 0, num_rows), d_logits)
+        d_logits = d_logits.astype(x_ref.dtype)
+        for part in hidden_slices(x_ref.shape[1], block_h):
+            x = x_ref[rows, part]  # [tile_n, block_h]
+            if num_rows % block_n:
+                x = _keep(_below(first, x.shape, 0, num_rows), x)
+            dw_scratch[part, :] += dot_f32(x, d_logits, (0, 0))  # [block_h, block_v]
+
+    for_row_tiles(block_n, tile_n, add_tile)
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _finish():
@@ -167,15 +193,15 @@ def backward(
         """A kernel over (what stays, what streams); `rows_axis` is the grid axis that walks over the rows."""
         block_n, block_v = blocks
 
-        def block_of_rows(*index: int) -> tuple[int, int]:
+        def block_of_rows(*index: Any) -> tuple[Any, Any]:
             return index[rows_axis], 0
 
-        def block_of_vocabulary(*index: int) -> tuple[int, int]:
+        def block_of_vocabulary(*index: Any) -> tuple[Any, Any]:
             return 0, index[1 - rows_axis]
 
         refetched = grid[0] * (h * v if rows_axis == 0 else n * h)
         return pl.pallas_call(
-            functools.partial(body, soft_cap=soft_cap, block_h=config.block_h),
+            functools.partial(body, soft_cap=soft_cap, block_h=config.block_h, tile_n=config.tile_n),
             out_shape=output_like(out_shape, x.dtype, x),
             grid=grid,
             in_specs=[

@@ -1,0 +1,37 @@
+"""Strict shapes and dtypes for every test, and four CPU devices to shard over."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+
+
+def _checked_modules() -> list[str]:
+    """Every module but the apis: those check their own arguments, and their errors are tested by text."""
+    modules = []
+    for path in sorted((SOURCE / "tilewright").rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if parts[-1] not in ("api", "__init__") and "templates" not in parts:
+            modules.append(".".join(parts))
+    return modules
+
+
+if importlib.util.find_spec("beartype"):
+    from jaxtyping import install_import_hook
+
+    import tests.typechecker  # noqa: F401, the hook looks it up by name
+
+    # Kept for the whole run: the hook checks a module when it is imported, and kernels are imported late.
+    install_import_hook(_checked_modules(), "tests.typechecker.typechecked").__enter__()
+
+
+@pytest.fixture
+def cpu_devices() -> list[jax.Device]:
+    return jax.devices("cpu")

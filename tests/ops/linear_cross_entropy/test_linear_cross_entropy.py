@@ -1,0 +1,340 @@
+"""linear_cross_entropy: the contract, and what is its own: labels, reductions, blocks, shards, memory, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+import tilewright
+from tests.ops.contract import OpContract, able_to_run, assert_close
+from tilewright import linear_cross_entropy
+from tilewright.core.dispatch import find_op
+from tilewright.ops.linear_cross_entropy.cases import _case
+from tilewright.ops.linear_cross_entropy.config import PallasTpuConfig, XlaConfig
+from tilewright.workbench.bench import Timing, bench_case
+from tilewright.workbench.check import CaseCheck
+
+IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+GIB = 2**30
+
+
+class TestContract(OpContract):
+    op_name = "linear_cross_entropy"
+
+
+def draw(n: int = 12, h: int = 16, v: int = 40, dtype: str = "float32", seed: int = 0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (n, h)).astype(dtype)
+    w = (0.5 * jax.random.normal(keys[1], (h, v))).astype(dtype)
+    return x, w, jax.random.randint(keys[2], (n,), 0, v)
+
+
+def test_agrees_with_jax_nn() -> None:
+    """An oracle that is not ours."""
+    x, w, labels = draw()
+    log_p = jax.nn.log_softmax(jnp.dot(x, w, precision="highest"), axis=-1)
+    expected = -jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(linear_cross_entropy(x, w, labels), expected, rtol=1e-5)
+    mean = linear_cross_entropy(x, w, labels, reduction="mean")
+    np.testing.assert_allclose(mean, jnp.mean(expected), rtol=1e-5)
+
+
+@every_implementation
+def test_ignored_labels_count_nothing(implementation: str) -> None:
+    x, w, labels = draw()
+    ignored = labels.at[jnp.array([0, 5, 11])].set(-100)
+    keep = np.setdiff1d(np.arange(12), [0, 5, 11])
+
+    def loss(x, w, labels, reduction):
+        return linear_cross_entropy(x, w, labels, reduction=reduction, z_loss=0.1, implementation=implementation)
+
+    with able_to_run(implementation):
+        each = loss(x, w, ignored, "none")
+        dx, dw = jax.grad(loss, (0, 1))(x, w, ignored, "mean")
+        dx_kept, dw_kept = jax.grad(loss, (0, 1))(x[keep], w, labels[keep], "mean")
+    assert np.all(np.asarray(each)[[0, 5, 11]] == 0)
+    assert np.all(np.asarray(dx)[[0, 5, 11]] == 0)
+    np.testing.assert_allclose(np.asarray(dx)[keep], dx_kept, rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(dw, dw_kept, rtol=2e-4, atol=1e-6)
+
+
+@every_implementation
+@pytest.mark.parametrize("label", [-1, -101, 40, 2**31 - 1, -(2**31)])
+def test_a_label_out_of_range_is_nan_in_its_row_alone(implementation: str, label: int) -> None:
+    x, w, labels = draw()
+    labels = labels.at[3].set(label)
+
+    def loss(x):
+        return linear_cross_entropy(x, w, labels, implementation=implementation)
+
+    with able_to_run(implementation):
+        each, pullback = jax.vjp(loss, x)
+        (dx,) = pullback(jnp.ones_like(each))
+    others = np.arange(12) != 3
+    assert np.isnan(each[3])
+    assert np.all(np.isfinite(np.asarray(each)[others]))
+    assert np.all(np.isnan(dx[3]))
+    assert np.all(np.isfinite(np.asarray(dx)[others]))
+
+
+@every_implementation
+def test_reductions_and_weights(implementation: str) -> None:
+    x, w, labels = draw()
+    labels = labels.at[2].set(-100)
+    weights = jnp.linspace(0.0, 2.0, 12)
+    with able_to_run(implementation):
+        each = linear_cross_entropy(x, w, labels, implementation=implementation)
+        weighed = linear_cross_entropy(x, w, labels, weights=weights, implementation=implementation)
+        total = linear_cross_entropy(x, w, labels, weights=weights, reduction="sum", implementation=implementation)
+        mean = linear_cross_entropy(x, w, labels, weights=weights, reduction="mean", implementation=implementation)
+    np.testing.assert_allclose(weighed, each * weights, rtol=1e-6)
+    np.testing.assert_allclose(total, np.sum(weighed), rtol=1e-6)
+    np.testing.assert_allclose(mean, np.sum(weighed) / (np.sum(weights) - weights[2]), rtol=1e-6)
+
+
+def test_a_mean_over_nothing_is_zero_with_zero_gradients() -> None:
+    x, w, labels = draw()
+    nothing = jnp.full_like(labels, -100)
+    value, (dx, dw) = jax.value_and_grad(
+        lambda x, w: linear_cross_entropy(x, w, nothing, reduction="mean", z_loss=0.1), (0, 1)
+    )(x, w)
+    assert value == 0
+    assert not np.any(dx)
+    assert not np.any(dw)
+
+
+def test_no_rows_at_all() -> None:
+    _, w, _ = draw()
+    x, labels = jnp.zeros((0, 16)), jnp.zeros((0,), jnp.int32)
+    loss, logsumexp = linear_cross_entropy(x, w, labels, return_logsumexp=True)
+    assert loss.shape == logsumexp.shape == (0,)
+    assert linear_cross_entropy(x, w, labels, reduction="mean") == 0
+
+
+@every_implementation
+def test_leading_axes_are_restored_and_scalars_accepted(implementation: str) -> None:
+    x, w, labels = draw()
+    with able_to_run(implementation):
+        flat, flat_lse = linear_cross_entropy(x, w, labels, return_logsumexp=True, implementation=implementation)
+        cube = linear_cross_entropy(
+            x.reshape(2, 3, 2, 16), w, labels.reshape(2, 3, 2), return_logsumexp=True, implementation=implementation
+        )
+        one = linear_cross_entropy(x[7], w, labels[7], implementation=implementation)
+    np.testing.assert_array_equal(cube[0], flat.reshape(2, 3, 2))
+    np.testing.assert_array_equal(cube[1], flat_lse.reshape(2, 3, 2))
+    assert one.shape == ()
+    np.testing.assert_allclose(one, flat[7], rtol=1e-6)
+
+
+def test_a_traced_z_loss_has_a_gradient() -> None:
+    x, w, labels = draw()
+
+    def loss(z):
+        return linear_cross_entropy(x, w, labels, z_loss=z, reduction="sum")
+
+    _, logsumexp = linear_cross_entropy(x, w, labels, return_logsumexp=True)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(1e-3), jnp.sum(logsumexp**2), rtol=1e-5)
+
+
+TINY_BLOCKS = {
+    "pallas_tpu": PallasTpuConfig(32, 128, 32, 128, 48, 256, block_h=128, tile_n=16),
+    "xla": XlaConfig(block_n=7, block_v=13),
+}
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(n=st.integers(1, 70), h=st.integers(1, 300), v=st.integers(1, 400), cap=st.sampled_from([None, 3.0]))
+def test_any_shape_in_many_small_blocks(implementation: str, n: int, h: int, v: int, cap: float | None) -> None:
+    """Ragged edges on every axis: what lies past the end of an array never reaches a result."""
+    held = CaseCheck(find_op("linear_cross_entropy"), _case("drawn", n, h, v, soft_cap=cap), "float32", seed=n)
+    with able_to_run(implementation):
+        results = held.check(implementation, config=TINY_BLOCKS[implementation])
+    for result in results:
+        assert result.verdict.ok, f"N={n} H={h} V={v} {result.quantity}: {result.verdict}"
+
+
+@every_implementation
+def test_shard_map_over_rows(implementation: str, cpu_devices: list) -> None:
+    """Four devices with a quarter of the rows each; w is replicated, and its gradient is the sum over the devices."""
+    x, w, labels = draw(n=24)
+    labels = labels.at[3].set(-100)
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,), devices=cpu_devices[:4])
+    split, whole = PartitionSpec("rows"), PartitionSpec()
+
+    def total(x, w, labels):
+        loss = linear_cross_entropy(x, w, labels, z_loss=1e-2, reduction="sum", implementation=implementation)
+        return jax.lax.psum(loss, "rows")
+
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=(split, whole, split), out_specs=whole)
+    with able_to_run(implementation):
+        value, (dx, dw) = jax.jit(jax.value_and_grad(sharded, (0, 1)))(x, w, labels)
+
+    def plain(x, w):
+        return linear_cross_entropy(x, w, labels, z_loss=1e-2, reduction="sum", implementation="reference")
+
+    expected, (dx_expected, dw_expected) = jax.value_and_grad(plain, (0, 1))(x, w)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(dx, dx_expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(dw, dw_expected, rtol=1e-4, atol=1e-6)
+
+
+@every_implementation
+def test_vmap_over_rows_with_one_w(implementation: str) -> None:
+    x, w, labels = draw()
+    cotangent = jnp.linspace(-1.0, 1.0, 12)
+
+    def loss(x, w):
+        return linear_cross_entropy(x, w, labels.reshape(3, 4), implementation=implementation)
+
+    def mapped(x, w):
+        return jax.vmap(lambda x, y: linear_cross_entropy(x, w, y, implementation=implementation))(
+            x, labels.reshape(3, 4)
+        )
+
+    def gradients(function):
+        _, pullback = jax.vjp(function, x.reshape(3, 4, 16), w)
+        return pullback(cotangent.reshape(3, 4))
+
+    with able_to_run(implementation, plain=True):
+        for one, other in zip(gradients(loss), gradients(mapped), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@every_implementation
+def test_a_row_does_not_depend_on_the_others(implementation: str) -> None:
+    x, w, labels = draw(n=20)
+    with able_to_run(implementation):
+        together = linear_cross_entropy(x, w, labels, implementation=implementation)
+        apart = [
+            linear_cross_entropy(x[part], w, labels[part], implementation=implementation)
+            for part in (slice(0, 7), slice(7, 20))
+        ]
+    np.testing.assert_allclose(together, np.concatenate(apart), rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+def test_bfloat16_at_a_real_vocabulary(implementation: str) -> None:
+    """50,257 columns: not a multiple of anything, and no padding by the caller."""
+    held = CaseCheck(find_op("linear_cross_entropy"), _case("gpt2_rows", 24, 32, 50257), "bfloat16")
+    with able_to_run(implementation):
+        results = held.check(implementation)
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama3"])
+def test_xla_never_holds_the_logits(case: str) -> None:
+    """Compiled temporary memory of value and gradients, at full size: the logits of qwen3 alone would be 4.6 GiB."""
+    op = find_op("linear_cross_entropy")
+    record = bench_case(op, op.case(case), "xla", "bfloat16", "forward+backward", Timing(run=False))
+    assert 0 < record.metrics["temp_bytes"] < 1 * GIB
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.zeros((12, 16), jnp.int32)}, r"x is int32\[12, 16\]; it must be \[..., H\] of float32 or bfloat16"),
+        ({"w": jnp.zeros((16,))}, r"w is float32\[16\]; it must be \[H, V\]"),
+        ({"w": jnp.zeros((40, 16))}, r"w is float32\[40, 16\] and x .*\(H=16\); it looks transposed: pass w.T"),
+        ({"w": jnp.zeros((17, 40))}, r"w is float32\[17, 40\] and x .*pass a w with 16 rows"),
+        ({"w": jnp.zeros((16, 40), jnp.bfloat16)}, r"w has dtype bfloat16 and x has float32.*pass w.astype\(x.dtype\)"),
+        ({"w": jnp.zeros((16, 0))}, r"w is float32\[16, 0\]; H and V must be at least 1"),
+        ({"labels": jnp.zeros((12,))}, r"labels has dtype float32; labels must be integers: pass labels.astype"),
+        ({"labels": jnp.zeros((3, 4), jnp.int32)}, r"labels is int32\[3, 4\] .* must have x's leading axes \[12\]"),
+        ({"weights": jnp.ones((1,))}, r"weights is float32\[1\] and labels is int32\[12\].*broadcast_to"),
+        ({"weights": jnp.ones((12,), jnp.int32)}, r"weights has dtype int32; weights must be floating"),
+        ({"reduction": "avg"}, r"reduction='avg' is not a reduction; use one of 'none', 'sum', 'mean'"),
+        ({"z_loss": -1.0}, r"z_loss=-1.0 is negative; it must be 0 \(off\) or a small positive"),
+        ({"z_loss": jnp.zeros((2,))}, r"z_loss has shape \(2,\); it must be a scalar"),
+        ({"soft_cap": 0.0}, r"soft_cap=0.0 must be positive and finite; use None for no cap"),
+        ({"soft_cap": jnp.ones(())}, r"soft_cap=.* is not a Python number; .*known when traced"),
+        ({"implementation": "triton"}, r"implementation='triton' is not an implementation of linear_cross_entropy"),
+        ({"config": XlaConfig(8, 8), "implementation": "pallas_tpu"}, r"config=XlaConfig.*'pallas_tpu' of .* takes"),
+    ],
+)
+def test_bad_input_is_named_with_its_remedy(change: dict, message: str) -> None:
+    x, w, labels = draw()
+    with pytest.raises((ValueError, TypeError), match=message):
+        linear_cross_entropy(**{"x": x, "w": w, "labels": labels} | change)
+
+
+def test_a_config_that_breaks_alignment_is_refused_when_built() -> None:
+    with pytest.raises(ValueError, match=r"block_v=96 must be a positive multiple of 128 \(TPU lanes\); use 128, or"):
+        PallasTpuConfig(16, 96, 16, 128, 16, 128)
+    with pytest.raises(ValueError, match=r"block_n_dw=24 must be a positive multiple of 16 \(sublanes"):
+        PallasTpuConfig(16, 128, 16, 128, 24, 128)
+    with pytest.raises(ValueError, match=r"block_v=0 must be a positive integer"):
+        XlaConfig(8, 0)
+
+
+def test_a_config_that_does_not_fit_memory_is_refused_before_the_compiler() -> None:
+    x, w, labels = jnp.zeros((64, 8192), jnp.bfloat16), jnp.zeros((8192, 256), jnp.bfloat16), jnp.zeros(64, jnp.int32)
+    huge = PallasTpuConfig(2048, 2048, 16, 128, 16, 128)
+    with (
+        tilewright.target("v5p"),
+        pytest.raises(
+            tilewright.Unsupported,
+            match=r"its forward kernel needs about \d+ MiB of VMEM for H=8192 .* a v5p has 64; use a smaller block_n or",
+        ),
+    ):
+        jax.eval_shape(lambda: linear_cross_entropy(x, w, labels, implementation="pallas_tpu", config=huge))
+
+
+def test_h_too_wide_for_a_tpu_falls_to_xla_and_says_why() -> None:
+    struct = jax.ShapeDtypeStruct
+    with tilewright.target("v4"):
+        told = tilewright.explain(
+            linear_cross_entropy,
+            struct((16, 65536), "bfloat16"),
+            struct((65536, 512), "bfloat16"),
+            struct((16,), "int32"),
+        )
+    (decision,) = told.decisions
+    assert decision.implementation == "xla"
+    assert "MiB of VMEM for H=65536" in decision.rejected["pallas_tpu"]
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize(("n", "h", "v"), [(1, 64, 10), (8192, 2048, 151936), (8192, 4096, 128256), (512, 8192, 50257)])
+def test_the_heuristic_fits_every_tpu(chip: str, n: int, h: int, v: int) -> None:
+    known = tilewright.core.chip.Chip.named(chip)
+    config = PallasTpuConfig.for_shape(known, n, h, v, 2)
+    assert config.misfit(known, h, 2) is None
+
+
+def test_the_tpu_kernels_lower_without_a_tpu() -> None:
+    """Forward and backward lower to three Mosaic kernels on a machine that has no TPU."""
+    struct = jax.ShapeDtypeStruct
+
+    def loss(x, w, labels):
+        return linear_cross_entropy(x, w, labels, reduction="mean")
+
+    with tilewright.target("v6e"):
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(
+            struct((300, 256), "bfloat16"), struct((256, 1000), "bfloat16"), struct((300,), "int32")
+        )
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3
+
+
+def test_a_jitted_function_is_traced_anew_for_another_target() -> None:
+    x, w, labels = draw()
+    jitted = jax.jit(lambda x: linear_cross_entropy(x, w, labels))
+    assert "linear_cross_entropy_forward" not in str(jitted.trace(x).jaxpr)
+    with tilewright.target("v5e"):
+        assert "linear_cross_entropy_forward" in str(jitted.trace(x).jaxpr)
+    assert "linear_cross_entropy_forward" not in str(jitted.trace(x).jaxpr)
+
+
+def test_a_gradient_taken_after_the_target_closed_is_still_the_targets() -> None:
+    x, w, labels = draw()
+    with tilewright.target("v5e"), tilewright.interpret():
+        out, pullback = jax.vjp(lambda x: linear_cross_entropy(x, w, labels), x)
+    (dx,) = pullback(jnp.ones_like(out))
+    _, plain = jax.vjp(lambda x: linear_cross_entropy(x, w, labels, implementation="reference"), x)
+    assert_close(dx, plain(jnp.ones_like(out))[0], plain(jnp.ones_like(out))[0], "dx")

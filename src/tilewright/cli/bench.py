@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tilewright.cli.screen import console, memory, progress_bar, rate, seconds, split_names
+from tilewright.cli.screen import arguments, console, memory, progress_bar, rate, seconds, split_names
 from tilewright.core.dispatch import Op, Unsupported, find_op
 from tilewright.core.records import Record, append_records
 from tilewright.core.target import default_device
@@ -36,13 +36,14 @@ def bench(
     distance between the quartiles as its spread. FLOP/s and bytes/s count useful work only, and stand beside the share
     of the chip's ceiling where that is known. Every sample goes into the records file with chip, versions and commit.
     """
-    found = find_op(op)
-    cases = _chosen_cases(found, case)
-    dtypes = split_names(dtype, DTYPES, "dtype")
-    names = split_names(implementation, found.implementations, "implementation")
+    with arguments():
+        found = find_op(op)
+        cases = _chosen_cases(found, case)
+        dtypes = split_names(dtype, DTYPES, "dtype")
+        names = split_names(implementation, found.implementations, "implementation")
+        if plot is not None and compile_only:
+            raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
     mode: Mode = "forward+backward" if grad else "forward"
-    if plot is not None and compile_only:
-        raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
     entries = [(c, d, name) for c in cases for d in dtypes for name in names]
     done: list[Record] = []
     refused: dict[str, str] = {}

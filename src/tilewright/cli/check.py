@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tilewright.cli.screen import console, progress_bar, split_names
+from tilewright.cli.screen import arguments, console, progress_bar, split_names
 from tilewright.core.dispatch import find_op
 from tilewright.workbench.check import DTYPES, CaseCheck, Checked, check_implementation, needs_interpreter
 
@@ -22,12 +22,13 @@ def check(
     The oracle is the reference in float64. An error may be twice that of the reference in the same dtype, plus a tiny
     floor; a NaN never passes. A kernel for another device runs in its interpreter. Exit code 1 on a miss.
     """
-    found = find_op(op)
-    implementations = split_names(implementation, found.implementations, "implementation")
-    small = tuple(c.name for c in found.cases if c.small)
-    every = tuple(c.name for c in found.cases)
-    cases = every if case == "all" else small if case is None else split_names(case, every, "case")
-    dtypes = split_names(dtype, DTYPES, "dtype")
+    with arguments():
+        found = find_op(op)
+        implementations = split_names(implementation, found.implementations, "implementation")
+        small = tuple(c.name for c in found.cases if c.small)
+        every = tuple(c.name for c in found.cases)
+        cases = every if case == "all" else small if case is None else split_names(case, every, "case")
+        dtypes = split_names(dtype, DTYPES, "dtype")
 
     results: list[Checked] = []
     with progress_bar() as bar:

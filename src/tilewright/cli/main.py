@@ -7,7 +7,8 @@ import typer
 from tilewright.cli.bench import bench
 from tilewright.cli.check import check
 from tilewright.cli.ops import ops
-from tilewright.cli.screen import console
+from tilewright.cli.scaffold import scaffold
+from tilewright.cli.screen import Mistake, console
 from tilewright.core.dispatch import Unsupported
 
 app = typer.Typer(
@@ -32,14 +33,13 @@ bench times only what the device can really run.
 app.command("ops")(ops)
 app.command("check")(check)
 app.command("bench")(bench)
+app.command("new")(scaffold)
 
 
 def main() -> None:
-    """Run a verb. A wrong argument is one line on stderr and exit code 2, not a traceback."""
+    """Run a verb. A wrong argument is one line on stderr and exit code 2; an error in a kernel keeps its traceback."""
     try:
         app()
-    except (ValueError, TypeError, Unsupported, FileExistsError, FileNotFoundError) as error:
-        if "--traceback" in sys.argv:
-            raise
+    except (Mistake, Unsupported) as error:
         console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -1,11 +1,26 @@
 """What the verbs share on the screen: consoles, progress bars, and figures a person can read."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _WIDTH_IN_A_PIPE = 160
+
+
+class Mistake(Exception):
+    """A wrong word on the command line. It is shown as one line; every other error keeps its traceback."""
+
+
+@contextlib.contextmanager
+def arguments() -> Iterator[None]:
+    """Around what reads a verb's arguments: an error there is the caller's mistake."""
+    try:
+        yield
+    except (ValueError, FileExistsError, FileNotFoundError) as error:
+        raise Mistake(str(error)) from error
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -1,0 +1,122 @@
+"""The verbs as a person runs them: what they print, what they write, and how they end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewright.core.records import read_records
+
+
+def tilewright(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    code = "from tilewright.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300, cwd=cwd)
+
+
+def test_help_says_what_each_verb_is_for() -> None:
+    done = tilewright("--help")
+    assert done.returncode == 0
+    for word in ("ops", "check", "bench", "new", "tilewright check linear_cross_entropy"):
+        assert word in " ".join(done.stdout.split())
+
+
+def test_ops_names_the_choice_and_why_not_the_others() -> None:
+    done = tilewright("ops")
+    assert done.returncode == 0
+    flat = " ".join(done.stdout.split())
+    assert "linear_cross_entropy" in flat
+    assert "chosen" in flat
+    assert "it is a TPU kernel and this is a CPU" in flat
+
+
+def test_check_passes_and_shows_errors_with_their_bounds() -> None:
+    done = tilewright("check", "linear_cross_entropy", "--case", "odd")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "24 of 24 within bounds" in done.stdout
+    assert "In the interpreter, since this device cannot run it: pallas_tpu." in done.stdout
+    for word in ("max error", "bound", "mean error", "relative", "logsumexp", "d w"):
+        assert word in done.stdout
+
+
+def test_check_exits_with_1_on_a_miss() -> None:
+    """A reference with a wrong gradient is the plain version too, so break another implementation."""
+    code = """
+import sys
+import tilewright.ops.linear_cross_entropy.xla as xla
+right = xla.linear_cross_entropy_xla
+def wrong(*args, **kwargs):
+    nll, logsumexp = right(*args, **kwargs)
+    return nll * 1.001, logsumexp
+xla.linear_cross_entropy_xla = wrong
+from tilewright.cli.main import main
+sys.argv = ["tilewright", "check", "linear_cross_entropy", "--case", "odd", "--implementation", "xla"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "MISS" in done.stdout
+    assert "miss: xla odd float32 loss: max" in done.stdout
+
+
+def test_bench_prints_appends_records_and_plots(tmp_path: Path) -> None:
+    args = ("bench", "linear_cross_entropy", "--case", "odd", "--grad", "--seconds", "0.1", "--plot", "out.png")
+    for _ in range(2):
+        done = tilewright(*args, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    flat = " ".join(done.stdout.split())
+    for word in ("first step", "median", "spread", "GFLOP/s", "temp memory", "2 records appended"):
+        assert word in flat
+    assert "not timed: linear_cross_entropy: implementation='pallas_tpu' cannot run this call" in flat
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    records = list(read_records(tmp_path / "results" / "bench.jsonl"))
+    assert [record.implementation for record in records] == ["xla", "reference"] * 2
+    for record in records:
+        assert len(record.samples_s) >= 5
+        assert record.mode == "forward+backward"
+        assert record.metrics["first_step_s"] > record.metrics["compile_s"] > 0
+        assert record.metrics["flops_fraction"] is None
+
+
+def test_bench_compile_only_reports_memory_without_running(tmp_path: Path) -> None:
+    done = tilewright(
+        "bench",
+        "linear_cross_entropy",
+        "--case",
+        "gpt2",
+        "--grad",
+        "--implementation",
+        "xla",
+        "--compile-only",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = read_records(tmp_path / "results" / "bench.jsonl")
+    assert record.samples_s == ()
+    assert record.metrics["temp_bytes"] > 2**20
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("check", "softmax"), "op='softmax' is not an op of tilewright; use one of linear_cross_entropy"),
+        (("check", "linear_cross_entropy", "--case", "huge"), "--case huge is not known; use one of odd, batched"),
+        (("check", "linear_cross_entropy", "--dtype", "fp8"), "--dtype fp8 is not known; use one of float32, bfloat16"),
+        (
+            ("bench", "linear_cross_entropy", "--implementation", "cuda"),
+            "--implementation cuda is not known; use one of",
+        ),
+        (("bench", "linear_cross_entropy", "--plot", "a.png", "--compile-only"), "--plot draws times and"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_exit_code_2(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = tilewright(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_benching_only_what_cannot_run_here_exits_with_1(tmp_path: Path) -> None:
+    done = tilewright("bench", "linear_cross_entropy", "--case", "odd", "--implementation", "pallas_tpu", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "not timed" in done.stdout

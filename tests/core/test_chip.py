@@ -1,0 +1,78 @@
+"""Chips: the figures that rooflines stand on, and honesty about devices that are not in the table."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from tilewright.core.chip import CHIPS, GIB, MIB, Chip
+
+
+def device(kind: str, platform: str, **more: object) -> SimpleNamespace:
+    return SimpleNamespace(device_kind=kind, platform=platform, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "name"),
+    [
+        ("TPU v4", "tpu", "v4"),
+        ("TPU v5 lite", "tpu", "v5e"),
+        ("TPU v5p", "tpu", "v5p"),
+        ("TPU v6 lite", "tpu", "v6e"),
+        ("TPU7x", "tpu", "v7x"),
+        ("NVIDIA A100-SXM4-80GB", "gpu", "a100"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
+        ("NVIDIA H200", "gpu", "h200"),
+        ("NVIDIA B200", "gpu", "b200"),
+        ("NVIDIA L4", "gpu", "l4"),
+        ("cpu", "cpu", "cpu"),
+        ("AMD EPYC 7763", "cpu", "cpu"),
+    ],
+)
+def test_devices_are_known_by_their_kind(kind: str, platform: str, name: str) -> None:
+    assert Chip.of(device(kind, platform)) is Chip.named(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform"), [("NVIDIA H100 PCIe", "gpu"), ("NVIDIA GeForce RTX 4090", "gpu"), ("TPU v9", "tpu")]
+)
+def test_an_unknown_device_is_unknown_and_has_no_figures(kind: str, platform: str) -> None:
+    chip = Chip.of(device(kind, platform, compute_capability="8.9"))
+    assert chip.name == "unknown"
+    assert chip.platform == platform
+    assert not chip.known
+    assert chip.flops_per_s("bfloat16") is None
+    assert chip.bytes_per_s is None
+    assert chip.compute_capability == (8, 9)
+
+
+def test_a_cpu_has_no_ceiling_to_be_held_to() -> None:
+    assert Chip.of(jax.devices("cpu")[0]).flops_per_s("float32") is None
+
+
+def test_a_v7x_device_is_half_of_its_chip() -> None:
+    chip = Chip.named("v7x")
+    assert chip.flops_per_s("bfloat16") == pytest.approx(2307e12 / 2)
+    assert chip.bytes_per_s == pytest.approx(7380e9 / 2)
+    assert Chip.named("v5p").flops_per_s("bfloat16") == pytest.approx(459e12)
+
+
+def test_peak_flops_agree_with_the_matrix_units_and_a_plausible_clock() -> None:
+    """FLOP/s = 2 x cores x MXUs x size^2 x clock: the clock that follows must be a TPU's."""
+    for chip in CHIPS:
+        if chip.platform == "tpu":
+            assert chip.mxus is not None
+            assert chip.mxu_size is not None
+            clock = dict(chip.peak_flops)["bfloat16"] / (2 * chip.cores * chip.mxus * chip.mxu_size**2)
+            assert 0.9e9 < clock < 4.5e9, chip.name
+
+
+def test_sizes() -> None:
+    assert Chip.named("v5e").vmem_bytes == 128 * MIB
+    assert Chip.named("v6e").memory_bytes == 32 * GIB
+    assert Chip.named("h200").smem_bytes == 227 * 1024
+
+
+def test_a_name_that_does_not_exist_lists_those_that_do() -> None:
+    with pytest.raises(ValueError, match=r"chip='v6' is not known; use one of v4, v5e, v5p, v6e, v7x, a100"):
+        Chip.named("v6")

@@ -1,0 +1,35 @@
+"""The README is true: its code runs, its commands are the ones that CI runs, its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_six_lines_run(capsys) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(code.strip().splitlines()) == 6
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert 5 < float(scope["loss"]) < 20
+    assert scope["dw"].shape == (256, 50257)
+    assert "linear_cross_entropy: xla" in capsys.readouterr().out
+
+
+def test_both_commands_begin_from_a_bare_machine() -> None:
+    commands = [line for line in README.splitlines() if line.startswith("pip install uv && uv run ")]
+    assert len(commands) == 2
+    ci = (ROOT / ".ci" / "run").read_text()
+    for command in commands:
+        words = " ".join(command.removeprefix("pip install uv && uv run ").split()[:2])
+        assert f'readme "{words.split(" -")[0]}"' in ci
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + list(
+        (ROOT / "docs").rglob("*.md")
+    )
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -39,7 +39,7 @@ def test_provenance_names_chip_versions_commit_and_date() -> None:
     found = record().provenance
     assert found.chip == "cpu"
     assert found.versions["jax"] == jax.__version__
-    assert set(found.versions) >= {"python", "jax", "jaxlib", "numpy"}
+    assert set(found.versions) >= {"tilewright", "python", "jax", "jaxlib", "numpy"}
     assert found.date.endswith("+00:00")
     assert found.commit is None or len(found.commit.removesuffix("-dirty")) == 40
 

@@ -20,10 +20,11 @@ from typing import Any, Literal
 import jax
 
 from tilewright.core.chip import Chip, Device
+from tilewright.core.version import __version__
 
 SCHEMA = 1
 Kind = Literal["bench", "check", "estimate"]
-_PACKAGES = ("tilewright", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy")
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy")
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def read_records(path: Path) -> Iterator[Record]:
 @functools.cache
 def installed_versions() -> dict[str, str]:
     """The versions of what decides a measurement, of those that are installed."""
-    versions = {"python": platform.python_version()}
+    versions = {"tilewright": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

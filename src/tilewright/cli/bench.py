@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli.screen import arguments, console, memory, progress_bar, rate, seconds, split_names
@@ -62,7 +63,7 @@ def bench(
         console().print(_table(done, mode))
         console().print(f"{len(done)} records appended to {records}")
     for reason in refused.values():
-        console().print(f"[yellow]not timed:[/] {reason}", soft_wrap=True)
+        console().print(f"[yellow]not timed:[/] {escape(reason)}", soft_wrap=True)
     if plot is not None and done:
         from tilewright.workbench.plot import plot_bench
 

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli.screen import arguments, console, progress_bar, split_names
@@ -56,7 +57,7 @@ def check(
     console().print(f"{len(results) - len(misses)} of {len(results)} within bounds.")
     for miss in misses:
         console().print(
-            f"[bold red]miss:[/] {miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {miss.verdict}"
+            f"[bold red]miss:[/] {miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {escape(str(miss.verdict))}"
         )
     if misses:
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 import sys
 
 import typer
+from rich.markup import escape
 
 from tilewright.cli.bench import bench
 from tilewright.cli.check import check
@@ -41,5 +42,5 @@ def main() -> None:
     try:
         app()
     except (Mistake, Unsupported) as error:
-        console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -1,5 +1,6 @@
 """`tilewright ops`: every op, its implementations, which run here, which would be taken, and why not the others."""
 
+from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli.screen import console
@@ -37,5 +38,5 @@ def _rows(op: Op) -> list[tuple[str, str, str, str]]:
         elif refusal is None:
             rows.append((label, name, "[green]runs[/]", f"{chosen} comes before it"))
         else:
-            rows.append((label, name, "[yellow]no[/]", refusal.split("cannot run this call: ", 1)[-1]))
+            rows.append((label, name, "[yellow]no[/]", escape(refusal.split("cannot run this call: ", 1)[-1])))
     return rows

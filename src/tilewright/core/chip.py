@@ -34,8 +34,11 @@ class Chip:
     # TPU, per TensorCore.
     cores: int = 1
     cores_per_device: int = 1
+    clock_hz: float | None = None
     mxus: int | None = None
     mxu_size: int | None = None
+    mxu_rows_per_cycle: int | None = None
+    """Rows of bfloat16 that an MXU takes in a cycle. FLOP/s = 2 cores mxus mxu_size^2 rows_per_cycle clock."""
     lanes: int | None = None
     sublanes: int | None = None
     vmem_bytes: int | None = None
@@ -108,6 +111,8 @@ def _tpu(
     vmem_mib: int,
 ) -> Chip:
     peaks = {"bfloat16": bf16, "int8": int8, "float8": fp8}
+    # As libtpu schedules them: the 256-wide MXUs of v6e and v7x take two rows a cycle, the 128-wide ones a single row.
+    rows = 2 if mxu_size == 256 else 1
     return Chip(
         name=name,
         platform="tpu",
@@ -117,8 +122,10 @@ def _tpu(
         memory_bytes_per_s=hbm_gb_per_s * 1e9,
         cores=cores,
         cores_per_device=cores_per_device,
+        clock_hz=bf16 * 1e12 / (2 * cores * mxus * mxu_size**2 * rows),
         mxus=mxus,
         mxu_size=mxu_size,
+        mxu_rows_per_cycle=rows,
         lanes=128,
         sublanes=8,
         vmem_bytes=vmem_mib * MIB,

@@ -183,7 +183,7 @@ def backward(
     soft_cap: float | None,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """Dx [N, H] and dw [H, V]."""
+    """dx [N, H] and dw [H, V]."""
     (n, h), v = x.shape, w.shape[1]
     config: PallasTpuConfig = launch.config
     label_bits = jax.lax.bitcast_convert_type(labels, jnp.float32)

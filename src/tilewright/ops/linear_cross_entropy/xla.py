@@ -137,7 +137,7 @@ def _backward(
     soft_cap: float | None,
     config: XlaConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    """Dx and dw. The gradient of a logit is (d_nll + d_logsumexp) p - d_nll [label], times the soft cap's slope."""
+    """dx and dw. The gradient of a logit is (d_nll + d_logsumexp) p - d_nll [label], times the soft cap's slope."""
     (n, h), v = x.shape, w.shape[1]
     block_n, block_v = min(config.block_n, n), min(config.block_v, v)
     num_v = -(-v // block_v)

@@ -56,9 +56,8 @@ def check(
         console().print(f"In the interpreter, since this device cannot run it: {', '.join(interpreted)}.")
     console().print(f"{len(results) - len(misses)} of {len(results)} within bounds.")
     for miss in misses:
-        console().print(
-            f"[bold red]miss:[/] {miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {escape(str(miss.verdict))}"
-        )
+        what = f"{miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {miss.verdict}"
+        console().print(f"[bold red]miss:[/] {escape(what)}")
     if misses:
         raise typer.Exit(1)
 

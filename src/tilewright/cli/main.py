@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from tilewright.cli.bench import bench
 from tilewright.cli.check import check
+from tilewright.cli.compile import compile_verb
 from tilewright.cli.ops import ops
 from tilewright.cli.scaffold import scaffold
 from tilewright.cli.screen import Mistake, console
@@ -25,6 +26,8 @@ app = typer.Typer(
 
 **Time** implementations side by side: `tilewright bench linear_cross_entropy --grad --plot out.png`
 
+**Compile** its TPU kernels for every TPU, with none attached: `tilewright compile linear_cross_entropy --grad`
+
 **Begin** a new kernel, with its tests passing from the start: `tilewright new my_op`
 
 Every verb has its own `--help`. On a machine without the chip, check runs TPU and GPU kernels in their interpreters;
@@ -34,6 +37,7 @@ bench times only what the device can really run.
 app.command("ops")(ops)
 app.command("check")(check)
 app.command("bench")(bench)
+app.command("compile")(compile_verb)
 app.command("new")(scaffold)
 
 

@@ -15,11 +15,13 @@ class Mistake(Exception):
 
 
 @contextlib.contextmanager
-def arguments() -> Iterator[None]:
-    """Around what reads a verb's arguments: an error there is the caller's mistake."""
+def arguments(
+    *, mistakes: tuple[type[Exception], ...] = (ValueError, FileExistsError, FileNotFoundError)
+) -> Iterator[None]:
+    """Around what reads a verb's arguments: an error of these kinds there is the caller's mistake."""
     try:
         yield
-    except (ValueError, FileExistsError, FileNotFoundError) as error:
+    except mistakes as error:
         raise Mistake(str(error)) from error
 
 

@@ -1,0 +1,374 @@
+"""Compile a JAX function for a TPU that is not there, and report what the compiler made of it.
+
+The function is traced and lowered here, natively. libtpu runs in a process of its own for each compile: it may crash, hang
+or be killed, and that becomes a line of the report. Results are kept on disk by the hash of the program, the chip, the
+libtpu version and the flags.
+
+What a report estimates, it calls an estimate: the time that a kernel's schedule takes if no copy is waited for, or the
+time that its copies take at the chip's bandwidth, whichever is longer. It is a floor, not a measurement.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tilewright.aot import worker
+from tilewright.aot.diagnosis import diagnose
+from tilewright.aot.program import Kernel, NotTraceable, Program, lower
+from tilewright.aot.schedule import Allocation, NotReadable, Schedule, dumped_kernels, read_schedule, read_vmem
+from tilewright.aot.toolchain import Toolchain, home
+from tilewright.core.chip import Chip
+
+TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
+# The smallest slice of each chip, which a program of one device is compiled for.
+_TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+_FAMILY = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}
+_DUMPS = "(schedule-analysis_)?final_bundles|.*static-per-bundle-utilization|deduplication-map"
+# Part of a cache key: raise it when what is kept of a compile changes.
+_KEPT = 3
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One Pallas kernel of a program, as scheduled. Times are estimates."""
+
+    name: str
+    grid: tuple[int, ...]
+    schedule: Schedule | None
+    hbm_bytes: int | None
+    compute_us: float | None
+    """Estimate: the cycles of all its steps over the clock, nothing waiting."""
+    copy_us: float | None
+    """Estimate: its HBM bytes over the device's bandwidth."""
+    note: str = ""
+    """Why an estimate is missing or is less than usual."""
+
+    @property
+    def floor_us(self) -> float | None:
+        """Estimate: the longer of the two, or None where one is not known."""
+        if self.compute_us is None or self.copy_us is None:
+            return None
+        return max(self.compute_us, self.copy_us)
+
+    @property
+    def bottleneck(self) -> tuple[str, float] | None:
+        """The unit that bounds the kernel, and how busy it is: the DMA where copies take longer than computing."""
+        if self.schedule is None:
+            return None
+        floor = self.floor_us
+        if floor and self.copy_us and self.compute_us and self.copy_us >= self.compute_us:
+            return "DMA", 1.0
+        unit = self.schedule.bottleneck
+        return unit, self.schedule.busy[unit]
+
+    @property
+    def roofline_fraction(self) -> float | None:
+        """Estimate: the time that the MXU's work or the copies take alone, whichever is longer, over the floor."""
+        floor = self.floor_us
+        if not floor or self.schedule is None or self.compute_us is None or self.copy_us is None:
+            return None
+        return max(self.compute_us * self.schedule.busy.get("MXU", 0.0), self.copy_us) / floor
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What came of compiling one program for one chip."""
+
+    chip: str
+    topology: str
+    ok: bool
+    stage: Literal["lower", "compile", "done"]
+    """How far it got."""
+    seconds: float
+    libtpu_version: str = ""
+    cached: bool = False
+    cause: str = ""
+    remedy: str = ""
+    error: str = ""
+    """The compiler's whole message, or the end of the worker's log."""
+    code_bytes: int | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    temp_bytes: int | None = None
+    kernels: tuple[KernelReport, ...] = ()
+
+    @property
+    def floor_us(self) -> float | None:
+        """Estimate: the sum of the kernels' floors, or None where one is not known or there is none."""
+        floors = [kernel.floor_us for kernel in self.kernels]
+        return sum(floor for floor in floors if floor is not None) if floors and None not in floors else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it. Every figure of time is under "estimate"."""
+        data = dataclasses.asdict(self)
+        for kernel, source in zip(data["kernels"], self.kernels, strict=True):
+            unit, busy = source.bottleneck or (None, None)
+            kernel["estimate"] = {
+                "compute_us": kernel.pop("compute_us"),
+                "copy_us": kernel.pop("copy_us"),
+                "floor_us": source.floor_us,
+                "roofline_fraction": source.roofline_fraction,
+                "bottleneck": unit,
+                "busy": busy,
+            }
+        data["estimate"] = {"floor_us": self.floor_us}
+        return data
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a worker told, with the schedules of its kernels: what is kept on disk."""
+
+    ok: bool
+    error: str = ""
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict)
+    unread: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def compile(
+    function: Callable[..., Any],
+    *args: Any,
+    chip: str | Chip = "v6e",
+    topology: str | None = None,
+    limit_s: float = 900.0,
+    use_cache: bool = True,
+    **kwargs: Any,
+) -> CompileReport:
+    """Compile `function(*args, **kwargs)` for a TPU, with no TPU attached.
+
+    Args:
+      function: any JAX function. With shardings over several devices, a jitted one that has them (a mesh may be a
+        `jax.sharding.AbstractMesh`), or one that is shard_mapped.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+      chip: "v4", "v5e", "v5p", "v6e" or "v7x".
+      topology: the slice, such as "2x4"; the chip's smallest unless told. It needs as many devices as the program has.
+      limit_s: after so many seconds the compiler is stopped, and the report says so.
+      use_cache: whether a result on disk for the same program, chip, libtpu and flags is taken.
+      **kwargs: likewise, by name.
+
+    Returns:
+      A report; it has a cause and a remedy where the program does not compile. Only a machine that lacks the compiler
+      (`NotSetUp`) and an argument that makes no sense are exceptions.
+    """
+    found = _tpu(chip)
+    toolchain = Toolchain.here()
+    slice_name = f"{_FAMILY[found.name]}:{topology}" if topology else _TOPOLOGY[found.name]
+    began = time.perf_counter()
+
+    def report(**fields: Any) -> CompileReport:
+        return CompileReport(
+            chip=found.name,
+            topology=slice_name,
+            seconds=time.perf_counter() - began,
+            libtpu_version=toolchain.libtpu_version,
+            **fields,
+        )
+
+    try:
+        program = lower(function, args, kwargs, found)
+    except NotTraceable as error:
+        remedy = "write it with what Pallas supports on TPU, or take implementation='xla'"
+        return report(ok=False, stage="lower", cause=str(error), remedy=remedy, error=str(error.__cause__))
+    options = _compile_options(program.num_devices)
+    key = _key(program, options, slice_name, toolchain)
+    kept = home() / "results" / f"{key}.json"
+    answer = _read(kept) if use_cache else None
+    cached = answer is not None
+    if answer is None:
+        answer = _run(program, options, slice_name, found, toolchain, limit_s)
+        if answer.ok:
+            _write(kept, answer)
+    if not answer.ok:
+        said = diagnose(answer.error, found, toolchain.libtpu_version)
+        return report(ok=False, stage="compile", cause=said.cause, remedy=said.remedy, error=answer.error)
+    kernels = _kernel_reports(program.kernels, answer, found)
+    return report(ok=True, stage="done", cached=cached, kernels=kernels, **answer.sizes)
+
+
+def compile_each(jobs: Sequence[Callable[[], CompileReport]], *, side_by_side: int) -> list[CompileReport]:
+    """Run compiles side by side, in order of the jobs. Each has its worker process, so threads suffice here."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, side_by_side)) as pool:
+        return list(pool.map(lambda job: job(), jobs))
+
+
+def _tpu(chip: str | Chip) -> Chip:
+    name = chip if isinstance(chip, str) else chip.name
+    if name not in TPUS:
+        raise ValueError(f"chip={name!r} is not a TPU that can be compiled for; use one of {', '.join(TPUS)}")
+    return Chip.named(name)
+
+
+def _compile_options(num_devices: int) -> bytes:
+    from jax._src.lib import xla_client  # type: ignore[reportPrivateImportUsage]
+
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    build.num_replicas, build.num_partitions = 1, num_devices
+    build.use_spmd_partitioning = num_devices > 1
+    build.use_shardy_partitioner = num_devices > 1
+    options.device_assignment = xla_client.DeviceAssignment.create(np.arange(num_devices, dtype=np.int32)[None, :])
+    return options.SerializeAsString()
+
+
+def _key(program: Program, options: bytes, topology: str, toolchain: Toolchain) -> str:
+    digest = hashlib.sha256()
+    for part in (
+        program.code,
+        options,
+        topology.encode(),
+        toolchain.libtpu_version.encode(),
+        f"{_DUMPS} {_KEPT}".encode(),
+    ):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def _run(program: Program, options: bytes, topology: str, chip: Chip, toolchain: Toolchain, limit_s: float) -> _Answer:
+    """Compile in a worker process. However it ends, an answer comes back."""
+    with tempfile.TemporaryDirectory(prefix="tilewright-aot-") as scratch:
+        folder = Path(scratch)
+        dumps = folder / "dumps"
+        dumps.mkdir()
+        (folder / "program").write_bytes(program.code)
+        (folder / "options").write_bytes(options)
+        flags = (
+            f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=false "
+            f"--xla_jf_dump_llo_pass_label_regex={_DUMPS}"
+        )
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        }
+        environment |= {
+            **dict(toolchain.environment),
+            "LIBTPU_INIT_ARGS": flags,
+            "TPU_SKIP_MDS_QUERY": "1",  # Or it waits for a metadata server.
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # A compile-only client shares no device with another.
+        }
+        files = [str(folder / name) for name in ("program", "options", "answer")]
+        command = [*toolchain.command, worker.__file__, str(toolchain.libtpu), topology, *files]
+        with (folder / "log").open("w+b") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                return _Answer(ok=False, error=f"the compiler was stopped after {limit_s:.0f} s (limit_s)")
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        tail = (folder / "log").read_text(errors="replace")[-3000:]
+        try:
+            told = json.loads((folder / "answer").read_text())
+            ok, error = bool(told.pop("ok")), str(told.pop("error", ""))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            how = _ended(code)
+            return _Answer(ok=False, error=f"the compile worker {how} without an answer; the end of its log:\n{tail}")
+        if not ok:
+            return _Answer(ok=False, error=error)
+        schedules, unread = _schedules(program.kernels, dumps, chip)
+        return _Answer(ok=True, sizes=_sizes(told), schedules=schedules, unread=unread)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with exit code {code}"
+
+
+def _sizes(told: dict[str, Any]) -> dict[str, int]:
+    return {name: int(told[name]) for name in ("code_bytes", "argument_bytes", "output_bytes", "temp_bytes")}
+
+
+def _schedules(kernels: tuple[Kernel, ...], dumps: Path, chip: Chip) -> tuple[dict[str, Schedule], dict[str, str]]:
+    """Each kernel's schedule by its place in the program, and why one could not be read."""
+    found, vmem = dumped_kernels(dumps), read_vmem(dumps)
+    schedules: dict[str, Schedule] = {}
+    unread: dict[str, str] = {}
+    taken: set[str] = set()
+    assert chip.mxus is not None
+    assert chip.mxu_rows_per_cycle is not None
+    for place, kernel in enumerate(kernels):
+        # The compiler's name has the kernel's in it, between the transformations that made it and a number.
+        matching = [name for name in found if kernel.name in name and name not in taken]
+        if not matching:
+            unread[str(place)] = "the compiler dumped no schedule of it (it may be the same as another's)"
+            continue
+        name = min(matching, key=len)
+        taken.add(name)
+        bundles, utilization = found[name]
+        try:
+            schedule = read_schedule(
+                kernel.name,
+                bundles.read_text(),
+                utilization.read_text(),
+                grid_steps=kernel.steps,
+                mxu_rows_per_cycle=chip.mxus * chip.mxu_rows_per_cycle,
+            )
+        except NotReadable as error:
+            unread[str(place)] = f"its schedule could not be read: {error}"
+            continue
+        schedules[str(place)] = dataclasses.replace(schedule, vmem=vmem.get(name, ()))
+    return schedules, unread
+
+
+def _kernel_reports(kernels: tuple[Kernel, ...], answer: _Answer, chip: Chip) -> tuple[KernelReport, ...]:
+    reports = []
+    for place, kernel in enumerate(kernels):
+        schedule = answer.schedules.get(str(place))
+        notes = [note for note in (kernel.why_unknown, answer.unread.get(str(place))) if note]
+        compute_us = None
+        if schedule is not None and schedule.unknown:
+            notes += [f"cannot estimate: {reason}" for reason in schedule.unknown]
+        elif schedule is not None and (kernel.grid or not kernel.why_unknown):
+            assert chip.clock_hz is not None
+            cores = chip.cores_per_device if kernel.parallel else 1
+            compute_us = schedule.cycles * -(-kernel.steps // cores) / chip.clock_hz * 1e6
+        assert chip.bytes_per_s is not None
+        copy_us = None if kernel.hbm_bytes is None else kernel.hbm_bytes / chip.bytes_per_s * 1e6
+        reports.append(
+            KernelReport(kernel.name, kernel.grid, schedule, kernel.hbm_bytes, compute_us, copy_us, "; ".join(notes))
+        )
+    return tuple(reports)
+
+
+def _write(path: Path, answer: _Answer) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written whole and then moved: another process may read it at any time.
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    partial.write_text(json.dumps(dataclasses.asdict(answer)))
+    partial.replace(path)
+
+
+def _read(path: Path) -> _Answer | None:
+    try:
+        data = json.loads(path.read_text())
+        schedules = {
+            place: Schedule(
+                **schedule
+                | {
+                    "vmem": tuple(Allocation(**piece) for piece in schedule["vmem"]),
+                    "unknown": tuple(schedule["unknown"]),
+                }
+            )
+            for place, schedule in data.pop("schedules").items()
+        }
+        return _Answer(**data, schedules=schedules)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

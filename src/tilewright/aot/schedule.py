@@ -1,0 +1,314 @@
+"""Read the schedule that libtpu dumps for a kernel: its loops, what each bundle keeps busy, and what VMEM it takes.
+
+A TPU core runs one bundle a cycle, unless it waits for a copy. The dump of a kernel has a line a bundle, in order:
+
+    0x135 LB: >> { %v823 = vld [vmem:[%s7]] ;; ... ;; %p693 = scmp.ge.s32.totalorder %s696, 4 /* loop exit test */ }
+
+The `>` are the loops around it, `LB` begins a loop's body, and `/* Start region 47 */`, `/* End region 47 */` mark regions.
+`sbr.rel (%p) target = $region48` branches to the start of a region: back to the loop it stands in, or forward over a block
+that runs under a condition, such as the body of a `pl.when`. A second file has, for each bundle, how many slots of each
+unit it takes.
+
+From these follows the steady state of a kernel: one step of its grid, each inner loop taken as often as its exit test says,
+without the blocks that run only where an index has one particular value (the first or the last step of an axis). What the
+schedule cannot show is said instead of guessed: `unknown` has the reasons.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# A bundle's line begins with its address; it may go on over several lines where a comment does.
+_BUNDLE = re.compile(r"^[ \t]*(?:0x[0-9a-f]+|0)[ \t]+(?P<label>[A-Z]{2})?[ \t]*:[ \t]*(?P<depth>>*)", re.M)
+_REGION = re.compile(r"(Start/End empty|Start|End) region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel \((?P<negated>!?)(?P<predicate>%\w+)\) target = \$region(?P<region>\d+)")
+_COMPARISON = re.compile(
+    r"(?P<predicate>%\w+) = scmp\.(?P<how>\w+)\.s32\.totalorder (?:\(%?!?\w+\), )?(?P<left>%\w+), (?P<right>%?\w+)"
+)
+_EXIT_TEST = "/* loop exit test */"
+# Delay slots: the bundles after a branch that run whether it is taken or not.
+_DELAY_SLOTS = 4
+
+# A bfloat16 product takes a register of 16 rows. (Others are counted by the slots that the utilization file has.)
+_BF16_PRODUCT = re.compile(r"vmatmul\.\S*bf16")
+_BF16_ROWS = 16
+
+# The columns of the utilization file, by the unit they belong to.
+UNITS = {
+    "MATMUL": "MXU",  # libtpu 0.0.51; 0.0.50 calls it MXU.
+    "MXU": "MXU",
+    "XLU": "XLU",
+    "VALU": "VPU",
+    "EUP": "EUP",
+    "VLOAD": "load",
+    "VSTORE": "store",
+    "SALU": "scalar",
+}
+
+
+class NotReadable(ValueError):
+    """A dump is not in the form this module knows."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of VMEM: what it is for, and its size."""
+
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One kernel as it was scheduled. Counts are of one step of its grid, in the steady state."""
+
+    name: str
+    bundles_total: int
+    """Bundles of the whole kernel, each once."""
+    bundles: int
+    """Bundles that a step takes, inner loops as often as they run."""
+    mxu_cycles: float
+    """Cycles that the matrix products of a step keep all MXUs busy for."""
+    occasional: int
+    """Bundles in blocks that run at the first or last step of an axis only; not in `bundles`."""
+    busy: dict[str, float]
+    """The share of its slots that each unit uses in a step."""
+    spill_stores: int
+    stores: int
+    spill_loads: int
+    loads: int
+    vmem: tuple[Allocation, ...] = ()
+    unknown: tuple[str, ...] = field(default=())
+    """Why `bundles` is not the truth: loops or blocks that depend on data."""
+
+    @property
+    def cycles(self) -> float:
+        """The cycles of a step where no copy is waited for. The MXU can be behind the bundles that feed it."""
+        return max(self.bundles, self.mxu_cycles)
+
+    @property
+    def vmem_bytes(self) -> int:
+        return sum(allocation.bytes for allocation in self.vmem)
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.busy, key=lambda unit: self.busy[unit])
+
+
+@dataclass
+class _Bundle:
+    text: str
+    label: str | None
+    depth: int
+
+
+def _bundles(text: str) -> list[_Bundle]:
+    starts = list(_BUNDLE.finditer(text))
+    if not starts:
+        raise NotReadable("the dump has no bundles")
+    found = []
+    for match, following in zip(starts, [*starts[1:], None], strict=True):
+        body = text[match.end() : following.start() if following else len(text)]
+        found.append(_Bundle(body, match["label"], len(match["depth"])))
+    # An empty bundle has no marks: it belongs to the loop of the one before it.
+    for before, bundle in itertools.pairwise(found):
+        if bundle.text.lstrip().startswith("{}"):
+            bundle.depth = before.depth
+    return found
+
+
+def _utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
+    """The names of the columns, the slots of each, and what each bundle uses of them."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    try:
+        capacity = next(i for i, line in enumerate(lines) if line.startswith("== CAPA"))
+        use = next(i for i, line in enumerate(lines) if line.startswith("== UTIL"))
+        names = [name.strip() for name in lines[capacity + 1].split(",")]
+        slots = [int(word) for word in lines[capacity + 2].split()]
+        rows = [[int(word) for word in line.split()] for line in lines[use + 1 :]]
+    except (StopIteration, ValueError, IndexError) as error:
+        raise NotReadable(f"the utilization file is not in the known form ({error})") from error
+    if any(len(row) != len(names) for row in rows) or len(slots) != len(names):
+        raise NotReadable("the utilization file's rows do not fit its columns")
+    return names, slots, rows
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A loop (with how often it runs, if the schedule says) or a conditional block, as [start, end) of bundles."""
+
+    start: int
+    end: int
+    times: int | None = None
+
+
+def _region_starts(bundles: Sequence[_Bundle]) -> dict[int, int]:
+    starts: dict[int, int] = {}
+    for index, bundle in enumerate(bundles):
+        for kind, number in _REGION.findall(bundle.text):
+            if kind != "End":
+                starts[int(number)] = index
+    return starts
+
+
+def _branches(bundles: Sequence[_Bundle]) -> Iterator[tuple[int, str, int]]:
+    """(bundle, predicate, where to) of each branch."""
+    starts = _region_starts(bundles)
+    for index, bundle in enumerate(bundles):
+        for match in _BRANCH.finditer(bundle.text):
+            if int(match["region"]) not in starts:
+                raise NotReadable(f"a branch leads to region {match['region']}, which does not start anywhere")
+            yield index, match["predicate"], starts[int(match["region"])]
+
+
+def _comparisons(bundles: Sequence[_Bundle]) -> dict[str, tuple[str, bool]]:
+    """What each predicate compares with, and whether it is a loop's exit test."""
+    found = {}
+    for bundle in bundles:
+        for part in bundle.text.split(";;"):
+            if match := _COMPARISON.search(part):
+                found[match["predicate"]] = (match["right"], _EXIT_TEST in part)
+    return found
+
+
+def _structure(bundles: Sequence[_Bundle]) -> tuple[list[_Span], list[_Span], list[str]]:
+    """Loops, blocks that run occasionally, and what cannot be known."""
+    compared = _comparisons(bundles)
+    loops, occasional, unknown = [], [], []
+    for index, predicate, to in _branches(bundles):
+        right, exit_test = compared.get(predicate, ("", False))
+        end = min(index + 1 + _DELAY_SLOTS, len(bundles))
+        if to <= index:
+            loops.append(_Span(to, end, int(right) if exit_test and right.isdigit() else None))
+            continue
+        block = _Span(end, to)
+        waits = any("pipeline-emitter-dma-wait" in bundle.text for bundle in bundles[block.start : block.end])
+        if waits:
+            continue  # The body of the pipeline itself: it is skipped only while the pipeline fills.
+        if right.isdigit():
+            occasional.append(block)
+        elif block.end - block.start > 0:
+            unknown.append(f"{block.end - block.start} bundles run under a condition that is known only at run time")
+    return loops, occasional, unknown
+
+
+def read_schedule(
+    name: str, bundle_text: str, utilization_text: str, *, grid_steps: int, mxu_rows_per_cycle: int
+) -> Schedule:
+    """The schedule of a kernel whose grid has `grid_steps` steps; all MXUs of a core together take so many rows a cycle."""
+    bundles = _bundles(bundle_text)
+    names, slots, rows = _utilization(utilization_text)
+    if len(rows) != len(bundles):
+        raise NotReadable(f"{len(bundles)} bundles have {len(rows)} rows of utilization")
+    loops, occasional, unknown = _structure(bundles)
+
+    # The pipeline over the grid is the outermost loop; without one the whole kernel is a single step.
+    weights = [0 if grid_steps > 1 else 1] * len(bundles)
+    outer = [loop for loop in loops if bundles[loop.start].depth == 1]
+    grid_loop = max(outer, key=lambda loop: loop.end - loop.start, default=None) if grid_steps > 1 else None
+    if grid_steps > 1:
+        if grid_loop is None:
+            raise NotReadable(f"the grid has {grid_steps} steps and the schedule has no loop")
+        for index in range(grid_loop.start, grid_loop.end):
+            weights[index] = 1
+    for loop in loops:
+        if loop is grid_loop:
+            continue
+        times = loop.times
+        if times is None:
+            unknown.append(f"a loop of {loop.end - loop.start} bundles runs as often as data says")
+            times = 1
+        for index in range(loop.start, loop.end):
+            weights[index] *= times
+    rare = set()
+    for block in occasional:
+        rare.update(index for index in range(block.start, block.end) if weights[index])
+    for index in rare:
+        weights[index] = 0
+
+    bundle_count = sum(weights)
+    products = sum(
+        weight * len(_BF16_PRODUCT.findall(bundle.text))
+        for weight, bundle in zip(weights, bundles, strict=True)
+        if weight
+    )
+    column = {label: position for position, label in enumerate(names)}
+    used = [
+        sum(weight * row[position] for weight, row in zip(weights, rows, strict=True)) for position in range(len(names))
+    ]
+    busy_cycles = {unit: used[column[label]] / slots[column[label]] for label, unit in UNITS.items() if label in column}
+    mxu_cycles = max(busy_cycles.get("MXU", 0.0), products * _BF16_ROWS / mxu_rows_per_cycle)
+    busy_cycles["MXU"] = mxu_cycles
+    step_cycles = max(bundle_count, mxu_cycles, 1)
+
+    def total(label: str) -> int:
+        return used[column[label]] if label in column else 0
+
+    return Schedule(
+        name=name,
+        bundles_total=len(bundles),
+        bundles=bundle_count,
+        mxu_cycles=mxu_cycles,
+        occasional=len(rare),
+        busy={unit: value / step_cycles for unit, value in busy_cycles.items()},
+        spill_stores=total("VSTORE:SPILL"),
+        stores=total("VSTORE"),
+        spill_loads=total("VLOAD:FILL"),
+        loads=total("VLOAD"),
+        unknown=tuple(dict.fromkeys(unknown)),
+    )
+
+
+_DUMPED = re.compile(r"^\d+-(?P<name>.+)-\d+-final_bundles\.txt$")
+
+
+def dumped_kernels(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """The kernels in a dump folder by the compiler's name for each: its bundles and its utilization."""
+    found = {}
+    for bundles in sorted(folder.glob("*-final_bundles.txt")):
+        match = _DUMPED.match(bundles.name)
+        if match is None or "schedule-analysis" in bundles.name:
+            continue
+        prefix = bundles.name.split("-", 1)[0] + f"-{match['name']}-"
+        utilization = [
+            path
+            for path in folder.glob("*-final_hlo-static-per-bundle-utilization.txt")
+            if path.name.startswith(prefix)
+        ]
+        if utilization:
+            found[match["name"]] = (bundles, utilization[0])
+    return found
+
+
+def read_vmem(folder: Path) -> dict[str, tuple[Allocation, ...]]:
+    """The VMEM that each kernel was given, by the compiler's name for the kernel."""
+    found: dict[str, tuple[Allocation, ...]] = {}
+    for report in folder.glob("*-vmem_report.html"):
+        text = report.read_text(errors="replace")
+        begin = text.find("const DATA =")
+        if begin < 0:
+            continue
+        data, _ = json.JSONDecoder().raw_decode(text[begin + len("const DATA =") :].lstrip())
+        for name, breakdown in data.get("hlo_breakdowns", {}).items():
+            found[name] = tuple(
+                Allocation(_short(piece.get("tag", "?"), piece.get("shape", "")), int(piece["size"]))
+                for block in breakdown.get("blocks", [])
+                for piece in block.get("allocations", [])
+            )
+    return found
+
+
+def _short(tag: str, shape: str) -> str:
+    """The compiler's words for an allocation, in a few: "input 0, window bf16[512,512], 2 buffers"."""
+    window = re.search(
+        r"(input|output) window allocation for operator (?:input|output) (\d+).*?shape is ([^,]+\[[\d,]*\])", tag
+    )
+    if window:
+        buffers = re.search(r"has (\d+) buffering levels", tag)
+        return f"{window[1]} {window[2]}, window {window[3]}" + (f", {buffers[1]} buffers" if buffers else "")
+    if tag == "SPILL":
+        return "spills"
+    return f"{tag} {shape}".strip()

@@ -1,0 +1,142 @@
+"""What it takes to compile for a TPU without one, and what of it this machine has.
+
+libtpu, a pip package, holds the whole TPU compiler. It is built for x86-64 Linux only. On such a machine any Python loads
+it; on another one qemu-user runs an x86-64 Python that does, from a small x86-64 root file system. `scripts/setup_aot.sh`
+lays out what is missing under `home()`; `doctor()` says what that is.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+SETUP = "bash scripts/setup_aot.sh"
+QEMU = "qemu-x86_64-static"
+ROOT_PYTHON = "usr/bin/python3.11"
+
+
+class NotSetUp(RuntimeError):
+    """This machine lacks something; the text says what, and the command that mends it."""
+
+
+def home() -> Path:
+    """Where the set-up script lays things out, and where results are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tilewright" / "aot"
+
+
+def is_native() -> bool:
+    return platform.system() == "Linux" and platform.machine() == "x86_64"
+
+
+@functools.cache
+def libtpu_wanted() -> str:
+    """The libtpu series that the installed jax is released with, such as "0.0.50"."""
+    for requirement in importlib.metadata.requires("jax") or []:
+        if match := re.match(r"libtpu==([\d.]+?)(\.\*)?\s*(;|$)", requirement):
+            return match.group(1)
+    raise NotSetUp(f"jax {jax.__version__} does not say which libtpu it is released with")
+
+
+def find_libtpu() -> tuple[Path, str] | None:
+    """The compiler's library and its version: the installed package's on x86-64, else the one the script laid out."""
+    laid_out = home() / "libtpu" / "libtpu.so"
+    if is_native() and (spec := importlib.util.find_spec("libtpu")) and spec.submodule_search_locations:
+        library = Path(next(iter(spec.submodule_search_locations))) / "libtpu.so"
+        if library.exists():
+            return library, importlib.metadata.version("libtpu")
+    version = home() / "libtpu" / "VERSION"
+    if laid_out.exists() and version.exists():
+        return laid_out, version.read_text().strip()
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def too_old(version: str) -> str | None:
+    """Why this libtpu is older than what jax is released with, or None."""
+    wanted = libtpu_wanted()
+    if _numbers(version)[: len(_numbers(wanted))] < _numbers(wanted):
+        return (
+            f"libtpu {version} is older than the {wanted} that jax {jax.__version__} is released with, and may not read "
+            f"its kernels; run {SETUP}"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """How to start a worker: the command before the worker's own file, its environment, and the library to load."""
+
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    libtpu: Path
+    libtpu_version: str
+
+    @staticmethod
+    def here() -> "Toolchain":
+        """This machine's, or `NotSetUp` with what mends it."""
+        for finding in doctor():
+            if not finding.ok and finding.needed:
+                raise NotSetUp(f"{finding.what}: {finding.found}; run {finding.remedy}")
+        found = find_libtpu()
+        assert found is not None
+        if is_native():
+            return Toolchain((sys.executable, "-S"), (), *found)
+        root = home() / "root"
+        libraries = ":".join(str(root / folder) for folder in ("lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu"))
+        command = (
+            QEMU,
+            "-cpu",
+            "max",
+            "-L",
+            str(root),
+            "-E",
+            f"LD_LIBRARY_PATH={libraries}",
+            str(root / ROOT_PYTHON),
+            "-S",
+        )
+        return Toolchain(command, (("PYTHONHOME", str(root / "usr")),), *found)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    what: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    needed: bool = True
+
+
+def doctor() -> list[Finding]:
+    """What this machine has and lacks, and the command that mends each."""
+    findings = [Finding("machine", True, f"{platform.system()} {platform.machine()}")]
+    found = find_libtpu()
+    if found is None:
+        findings.append(Finding("libtpu", False, "none found", SETUP))
+    else:
+        path, version = found
+        findings.append(Finding("libtpu", True, f"{version} at {path}"))
+        old = too_old(version)
+        wanted = f"jax {jax.__version__} is released with libtpu {libtpu_wanted()}"
+        findings.append(Finding("libtpu for this jax", old is None, old or wanted, SETUP, needed=False))
+    if is_native():
+        findings.append(Finding("emulation", True, "not needed on x86-64"))
+        return findings
+    qemu = shutil.which(QEMU)
+    findings.append(Finding(QEMU, qemu is not None, qemu or "not on the PATH", SETUP))
+    python = home() / "root" / ROOT_PYTHON
+    findings.append(Finding("x86-64 root", python.exists(), str(python) if python.exists() else f"no {python}", SETUP))
+    return findings

@@ -1,0 +1,147 @@
+"""Compile one StableHLO program for one TPU topology with libtpu, through the PJRT C API.
+
+Run as a script, by any Python 3.9 or later, in a process of its own: libtpu may crash, and reads its flags once. It
+imports nothing but the standard library, since under emulation there is nothing else.
+
+    python worker.py LIBTPU_SO TOPOLOGY PROGRAM OPTIONS ANSWER
+
+PROGRAM is serialized StableHLO, OPTIONS a serialized CompileOptionsProto. ANSWER gets one JSON object:
+{"ok": true, "code_bytes": ..., "temp_bytes": ..., ...} or {"ok": false, "error": "..."}.
+
+The struct below mirrors the head of PJRT_Api: versions, then function pointers in the order that the ABI has fixed.
+"""
+
+import ctypes
+import json
+import sys
+
+POINTER, SIZE, INT64, TEXT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_char_p
+
+# Every function up to the last that is called here, by its name without "PJRT_".
+FUNCTIONS = """
+Error_Destroy Error_Message Error_GetCode
+Plugin_Initialize Plugin_Attributes
+Event_Destroy Event_IsReady Event_Error Event_Await Event_OnReady
+Client_Create Client_Destroy Client_PlatformName Client_ProcessIndex Client_PlatformVersion Client_Devices
+Client_AddressableDevices Client_LookupDevice Client_LookupAddressableDevice Client_AddressableMemories Client_Compile
+Client_DefaultDeviceAssignment Client_BufferFromHostBuffer
+DeviceDescription_Id DeviceDescription_ProcessIndex DeviceDescription_Attributes DeviceDescription_Kind
+DeviceDescription_DebugString DeviceDescription_ToString
+Device_GetDescription Device_IsAddressable Device_LocalHardwareId Device_AddressableMemories Device_DefaultMemory
+Device_MemoryStats
+Memory_Id Memory_Kind Memory_DebugString Memory_ToString Memory_AddressableByDevices
+Executable_Destroy Executable_Name Executable_NumReplicas Executable_NumPartitions Executable_NumOutputs
+Executable_SizeOfGeneratedCodeInBytes Executable_GetCostAnalysis Executable_OutputMemoryKinds
+Executable_OptimizedProgram Executable_Serialize
+LoadedExecutable_Destroy LoadedExecutable_GetExecutable LoadedExecutable_AddressableDevices LoadedExecutable_Delete
+LoadedExecutable_IsDeleted LoadedExecutable_Execute Executable_DeserializeAndLoad LoadedExecutable_Fingerprint
+Buffer_Destroy Buffer_ElementType Buffer_Dimensions Buffer_UnpaddedDimensions Buffer_DynamicDimensionIndices
+Buffer_GetMemoryLayout Buffer_OnDeviceSizeInBytes Buffer_Device Buffer_Memory Buffer_Delete Buffer_IsDeleted
+Buffer_CopyToDevice Buffer_ToHostBuffer Buffer_IsOnCpu Buffer_ReadyEvent Buffer_UnsafePointer
+Buffer_IncreaseExternalReferenceCount Buffer_DecreaseExternalReferenceCount Buffer_OpaqueDeviceMemoryDataPointer
+CopyToDeviceStream_Destroy CopyToDeviceStream_AddChunk CopyToDeviceStream_TotalBytes CopyToDeviceStream_GranuleSize
+CopyToDeviceStream_CurrentBytes
+TopologyDescription_Create TopologyDescription_Destroy TopologyDescription_PlatformName
+TopologyDescription_PlatformVersion TopologyDescription_GetDeviceDescriptions TopologyDescription_Serialize
+TopologyDescription_Attributes
+Compile
+Executable_OutputElementTypes Executable_OutputDimensions Buffer_CopyToMemory Client_CreateViewOfDeviceBuffer
+Executable_Fingerprint Client_TopologyDescription Executable_GetCompiledMemoryStats
+""".split()
+
+
+class Api(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", SIZE),
+        ("extensions", POINTER),
+        ("version_size", SIZE),
+        ("version_extensions", POINTER),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+        *[(name, POINTER) for name in FUNCTIONS],
+    ]
+
+
+def arguments(*fields):
+    """A struct of the kind that every function of the API takes: its own size and its extensions, then the fields."""
+
+    class Arguments(ctypes.Structure):
+        _fields_ = [("struct_size", SIZE), ("extensions", POINTER), *fields]
+
+    return Arguments
+
+
+ErrorMessage = arguments(("error", POINTER), ("message", POINTER), ("size", SIZE))
+Initialize = arguments()
+CreateTopology = arguments(
+    ("name", TEXT), ("name_size", SIZE), ("options", POINTER), ("num_options", SIZE), ("topology", POINTER)
+)
+Program = arguments(("code", TEXT), ("code_size", SIZE), ("format", TEXT), ("format_size", SIZE))
+CompileProgram = arguments(
+    ("topology", POINTER),
+    ("program", POINTER),
+    ("options", TEXT),
+    ("options_size", SIZE),
+    ("client", POINTER),
+    ("executable", POINTER),
+)
+CodeSize = arguments(("executable", POINTER), ("size", INT64))
+MemoryStats = arguments(
+    ("executable", POINTER),
+    ("code_bytes", INT64),
+    ("argument_bytes", INT64),
+    ("output_bytes", INT64),
+    ("alias_bytes", INT64),
+    ("temp_bytes", INT64),
+    ("host", INT64 * 6),  # The same for the host's memory, and room for what newer versions add.
+)
+
+
+def compile_program(libtpu, topology, program, options):
+    """Load libtpu, compile, and return what it tells of the executable."""
+    library = ctypes.CDLL(libtpu)
+    library.GetPjrtApi.restype = ctypes.POINTER(Api)
+    api = library.GetPjrtApi().contents
+
+    def call(name, filled):
+        filled.struct_size = ctypes.sizeof(filled)
+        error = ctypes.CFUNCTYPE(POINTER, POINTER)(getattr(api, name))(ctypes.addressof(filled))
+        if error:
+            message = ErrorMessage(error=error, struct_size=ctypes.sizeof(ErrorMessage))
+            ctypes.CFUNCTYPE(None, POINTER)(api.Error_Message)(ctypes.addressof(message))
+            raise RuntimeError(ctypes.string_at(message.message, message.size).decode(errors="replace"))
+        return filled
+
+    call("Plugin_Initialize", Initialize())
+    name = topology.encode()
+    where = call("TopologyDescription_Create", CreateTopology(name=name, name_size=len(name)))
+    source = Program(code=program, code_size=len(program), format=b"mlir", format_size=4)
+    source.struct_size = ctypes.sizeof(source)
+    compiled = call(
+        "Compile",
+        CompileProgram(
+            topology=where.topology, program=ctypes.addressof(source), options=options, options_size=len(options)
+        ),
+    )
+    size = call("Executable_SizeOfGeneratedCodeInBytes", CodeSize(executable=compiled.executable)).size
+    stats = call("Executable_GetCompiledMemoryStats", MemoryStats(executable=compiled.executable))
+    names = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes")
+    return {"ok": True, "code_bytes": size, **{field: getattr(stats, field) for field in names}}
+
+
+def main():
+    libtpu, topology, program, options, answer = sys.argv[1:]
+    with open(program, "rb") as file:
+        code = file.read()
+    with open(options, "rb") as file:
+        settings = file.read()
+    try:
+        told = compile_program(libtpu, topology, code, settings)
+    except RuntimeError as error:
+        told = {"ok": False, "error": str(error)}
+    with open(answer, "w") as file:
+        json.dump(told, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`tilewright compile`: does it compile for every TPU, does it fit, and what bounds it? No TPU needed."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from tilewright.aot import TPUS, CompileReport, KernelReport, NotSetUp, compile_each, doctor
+from tilewright.aot import compile as compile_for
+from tilewright.cli.screen import arguments, console, memory, progress_bar, split_names
+from tilewright.core.case import Case
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import Op, find_op
+from tilewright.core.target import target
+from tilewright.workbench.check import call, call_with_gradients
+
+
+def compile_verb(
+    op: Annotated[str | None, typer.Argument(help="The op's name; `tilewright ops` lists them.")] = None,
+    case: Annotated[str | None, typer.Option(help="Comma-separated; the op's first large case unless told.")] = None,
+    chip: Annotated[str | None, typer.Option(help=f"Comma-separated; {','.join(TPUS)} unless told.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    grad: Annotated[bool, typer.Option("--grad", help="Forward and backward instead of forward alone.")] = False,
+    config: Annotated[
+        str | None, typer.Option(help="Block sizes that replace the heuristic's: block_n=512,...")
+    ] = None,
+    jobs: Annotated[int, typer.Option("-j", help="Compiles side by side.")] = os.cpu_count() or 1,
+    limit: Annotated[float, typer.Option(help="Seconds after which a compile is stopped.")] = 1800.0,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even if a result is on disk.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the whole reports to this file.")] = None,
+    ask_doctor: Annotated[
+        bool, typer.Option("--doctor", help="Say what this machine has and lacks, and stop.")
+    ] = False,
+) -> None:
+    """Compile an op's TPU kernels with libtpu, for every TPU, on a machine that has none.
+
+    For each chip and kernel: whether it compiles, and if not the cause and what to do; VMEM against the chip's; the bundles
+    of a steady-state step and how many of its stores are spills; the busiest unit; HBM traffic; and an estimate of the time
+    it takes at least. Estimates are floors, from the schedule: they are not measurements. Exit code 1 if one fails.
+    """
+    if ask_doctor:
+        _show_doctor()
+        return
+    with arguments():
+        if op is None:
+            raise ValueError("OP is missing; name an op (`tilewright ops` lists them), or pass --doctor")
+        found = find_op(op)
+        if "pallas_tpu" not in found.implementations:
+            raise ValueError(
+                f"{op} has no TPU kernel to compile; its implementations: {', '.join(found.implementations)}"
+            )
+        chips = split_names(chip, TPUS, "chip")
+        every = tuple(c.name for c in found.cases)
+        large = [c.name for c in found.cases if not c.small] or list(every)
+        cases = split_names(case, every, "case") if case is not None else (large[0],)
+        changes = _parse_config(config)
+        work = [(found.case(name), Chip.named(tpu)) for name in cases for tpu in chips]
+        settled = [_settled_config(found, each, tpu, dtype, changes) for each, tpu in work]
+    with arguments(mistakes=(NotSetUp,)), progress_bar() as bar:
+        task = bar.add_task(f"compiling {op}", total=len(work))
+
+        def job(each: Case, tpu: Chip, block_sizes: Any) -> CompileReport:
+            function = call(found, each, "pallas_tpu", block_sizes)
+            structs = each.structs(dtype)
+            if grad:
+                cotangents = _output_structs(found, each, dtype)
+                both = call_with_gradients(function, each)
+                report = compile_for(both, structs, cotangents, chip=tpu, limit_s=limit, use_cache=not no_cache)
+            else:
+                report = compile_for(
+                    lambda arrays: function(**arrays), structs, chip=tpu, limit_s=limit, use_cache=not no_cache
+                )
+            bar.advance(task)
+            return report
+
+        todo = [
+            (lambda each=each, tpu=tpu, sizes=sizes: job(each, tpu, sizes))
+            for (each, tpu), sizes in zip(work, settled, strict=True)
+        ]
+        reports = compile_each(todo, side_by_side=jobs)
+
+    mode = "forward+backward" if grad else "forward"
+    for name in cases:
+        held = [(each, report) for (each, _), report in zip(work, reports, strict=True) if each.name == name]
+        console().print(_table(f"{op} {name} {dtype}, {mode}", [report for _, report in held], prefix=f"{op}_"))
+    _show_failures(reports)
+    console().print("Times are estimates from the schedule, at least so long, not measurements.")
+    if json_file is not None:
+        labels = [{"op": op, "case": each.name, "dtype": dtype, "mode": mode, "kind": "estimate"} for each, _ in work]
+        whole = [label | report.to_dict() for label, report in zip(labels, reports, strict=True)]
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(whole, indent=1))
+        console().print(f"reports: {json_file}")
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+def _parse_config(given: str | None) -> dict[str, int]:
+    changes: dict[str, int] = {}
+    for pair in (given or "").split(","):
+        if pair.strip():
+            name, separator, value = pair.partition("=")
+            if not separator or not value.strip().isdigit():
+                raise ValueError(f"--config {pair.strip()} is not name=number; write --config block_n=512,block_v=256")
+            changes[name.strip()] = int(value)
+    return changes
+
+
+def _settled_config(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[str, int]) -> Any:
+    """None for the heuristic's, or the heuristic's with the changes of the command line."""
+    if not changes:
+        return None
+    from tilewright.core.dispatch import explain
+
+    with target(chip):
+        told = explain(op.name, **case.structs(dtype), **case.options, implementation="pallas_tpu")
+    if told.refusal is not None:
+        raise ValueError(told.refusal)
+    heuristic = told.decisions[0].launch.config
+    known = [field.name for field in dataclasses.fields(heuristic)]
+    for name in changes:
+        if name not in known:
+            raise ValueError(f"--config {name} is not a block size of {op.name}; use one of {', '.join(known)}")
+    return dataclasses.replace(heuristic, **changes)
+
+
+def _output_structs(op: Op, case: Case, dtype: str) -> Any:
+    import jax
+
+    return jax.eval_shape(call(op, case, "reference"), **case.structs(dtype))
+
+
+def _show_doctor() -> None:
+    table = Table(title="What compiling for a TPU needs, on this machine", title_justify="left")
+    for column in ("what", "", "found", "what mends it"):
+        table.add_column(column, overflow="fold")
+    findings = doctor()
+    for finding in findings:
+        sign = "[green]ok[/]" if finding.ok else "[bold red]no[/]" if finding.needed else "[yellow]old[/]"
+        table.add_row(finding.what, sign, escape(finding.found), "" if finding.ok else finding.remedy)
+    console().print(table)
+    if any(not finding.ok and finding.needed for finding in findings):
+        raise typer.Exit(1)
+
+
+def _table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
+    version = next((report.libtpu_version for report in reports if report.libtpu_version), "?")
+    table = Table(title=f"{title} (libtpu {version}; times are estimates)", title_justify="left")
+    for column in ("chip", "kernel"):
+        table.add_column(column)
+    for column in (
+        "compile",
+        "code",
+        "VMEM",
+        "bundles a step",
+        "spilled stores",
+        "bottleneck",
+        "HBM",
+        "est. floor",
+        "of roofline",
+    ):
+        table.add_column(column, justify="right")
+    for report in reports:
+        capacity = Chip.named(report.chip).vmem_bytes
+        if not report.ok:
+            table.add_row(report.chip, f"[bold red]{report.stage} failed[/]", *[""] * 9)
+        for position, kernel in enumerate(report.kernels):
+            first = position == 0
+            table.add_row(
+                report.chip if first else "",
+                kernel.name.removeprefix(prefix),
+                ("cached" if report.cached else f"{report.seconds:.0f} s") if first else "",
+                memory(report.code_bytes) if first else "",
+                *_figures(kernel, capacity),
+            )
+        if report.ok and not report.kernels:
+            table.add_row(
+                report.chip, "(no Pallas kernel)", f"{report.seconds:.0f} s", memory(report.code_bytes), *[""] * 7
+            )
+        if len(report.kernels) > 1 and report.floor_us is not None:
+            table.add_row("", "[bold]all[/]", *[""] * 7, f"[bold]{_us(report.floor_us)}[/]", "")
+        table.add_section()
+    return table
+
+
+def _figures(kernel: KernelReport, capacity: int | None) -> tuple[str, ...]:
+    schedule = kernel.schedule
+    if schedule is None:
+        return ("-", "-", "-", "-", memory(kernel.hbm_bytes), "-", escape(kernel.note))
+    bound = kernel.bottleneck
+    share = f" of {memory(capacity)}" if capacity else ""
+    fraction = kernel.roofline_fraction
+    return (
+        f"{memory(schedule.vmem_bytes)}{share}" if schedule.vmem else "-",
+        f"{schedule.bundles:,}",
+        f"{schedule.spill_stores / schedule.stores:.0%}" if schedule.stores else "-",
+        f"{bound[0]} {bound[1]:.0%}" if bound else "-",
+        memory(kernel.hbm_bytes),
+        _us(kernel.floor_us),
+        f"{fraction:.0%}" if fraction is not None else escape(kernel.note) or "-",
+    )
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "cannot say"
+    return f"{value / 1e3:.3g} ms" if value >= 1e3 else f"{value:.3g} us"
+
+
+def _show_failures(reports: list[CompileReport]) -> None:
+    for report in reports:
+        if not report.ok:
+            console().print(f"[bold red]{report.chip}:[/] {escape(report.cause)}", soft_wrap=True)
+            console().print(f"  remedy: {escape(report.remedy)}", soft_wrap=True)

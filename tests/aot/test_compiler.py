@@ -1,0 +1,216 @@
+"""The compiler's life: what it does when the worker crashes, hangs or answers garbage, and what it reads from errors.
+
+None of this needs libtpu. What does is in test_libtpu.py.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.aot.kernels import copy, looped_by_data, matmul, sorting, struct
+from tilewright import aot
+from tilewright.aot import compiler, toolchain, worker
+from tilewright.aot.diagnosis import diagnose
+from tilewright.aot.program import lower
+from tilewright.aot.toolchain import NotSetUp, Toolchain, libtpu_wanted, too_old
+from tilewright.core.chip import Chip
+
+V5E = Chip.named("v5e")
+
+
+@pytest.fixture
+def fake_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Replace the worker with a script, and keep results in a folder of the test's."""
+
+    def replace(script: str) -> None:
+        path = tmp_path / "worker.py"
+        path.write_text("import json, os, signal, sys, time\nanswer = sys.argv[-1]\n" + script)
+        monkeypatch.setattr(worker, "__file__", str(path))
+        here = Toolchain((sys.executable, "-S"), (), Path("libtpu.so"), libtpu_wanted() + ".1")
+        monkeypatch.setattr(Toolchain, "here", staticmethod(lambda: here))
+        monkeypatch.setattr(compiler, "home", lambda: tmp_path / "home")
+
+    return replace
+
+
+def add(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+GOOD = """
+sizes = {'code_bytes': 5, 'argument_bytes': 6, 'output_bytes': 7, 'temp_bytes': 8}
+json.dump({'ok': True, **sizes}, open(answer, 'w'))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("os.kill(os.getpid(), signal.SIGABRT)", r"was ended by signal 6 \(SIGABRT\) without an answer"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"was ended by signal 9 \(SIGKILL\) without an answer"),
+        ("print('last words', flush=True); sys.exit(3)", r"ended with exit code 3 without an answer"),
+        ("open(answer, 'w').write('garbage')", r"ended with exit code 0 without an answer"),
+        ("json.dump([1], open(answer, 'w'))", r"ended with exit code 0 without an answer"),
+        ("time.sleep(60)", r"the compiler was stopped after 1 s"),
+    ],
+)
+def test_however_the_worker_ends_it_is_a_line_of_the_report(fake_worker, script: str, cause: str) -> None:
+    fake_worker(script)
+    report = aot.compile(add, struct(8, 128), chip="v5e", limit_s=1)
+    assert not report.ok
+    assert report.stage == "compile"
+    assert re.search(cause, report.cause)
+    if "last words" in script:
+        assert "last words" in report.error
+
+
+def test_a_result_is_kept_by_program_chip_libtpu_and_flags(fake_worker, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    fake_worker(f"open({str(runs)!r}, 'a').write('.'){GOOD}")
+    first = aot.compile(add, struct(8, 128), chip="v5e")
+    again = aot.compile(add, struct(8, 128), chip="v5e")
+    assert (first.ok, first.cached, again.ok, again.cached) == (True, False, True, True)
+    assert (again.code_bytes, again.temp_bytes) == (5, 8)
+    aot.compile(add, struct(16, 128), chip="v5e")
+    aot.compile(add, struct(8, 128), chip="v6e")
+    aot.compile(add, struct(8, 128), chip="v5e", use_cache=False)
+    assert runs.read_text() == "." * 4
+
+
+def test_a_spoilt_result_on_disk_is_compiled_anew(fake_worker, tmp_path: Path) -> None:
+    fake_worker(GOOD)
+    aot.compile(add, struct(8, 128))
+    (kept,) = (tmp_path / "home" / "results").glob("*.json")
+    kept.write_text("{")
+    assert not aot.compile(add, struct(8, 128)).cached
+
+
+def test_compiles_go_side_by_side(fake_worker) -> None:
+    fake_worker(f"time.sleep(1){GOOD}")
+    jobs = [lambda chip=chip: aot.compile(add, struct(8, 128), chip=chip) for chip in ("v4", "v5e", "v5p")]
+    reports = aot.compile_each(jobs, side_by_side=3)
+    assert [report.chip for report in reports] == ["v4", "v5e", "v5p"]
+    assert all(report.ok for report in reports)
+
+
+def test_estimates_are_labelled_so_in_json(fake_worker) -> None:
+    fake_worker(GOOD)
+    data = aot.compile(copy, struct(4096, 128), chip="v5e").to_dict()
+    (kernel,) = data["kernels"]
+    assert not any("_us" in name for name in kernel)
+    assert kernel["estimate"]["copy_us"] > 0
+    json.dumps(data)
+
+
+def test_an_unknown_chip_lists_the_known() -> None:
+    with pytest.raises(
+        ValueError, match=r"chip='h100' is not a TPU that can be compiled for; use one of v4, v5e, v5p, v6e"
+    ):
+        aot.compile(add, struct(8, 128), chip="h100")
+
+
+def test_a_primitive_that_cannot_be_lowered_is_named_with_its_line(fake_worker) -> None:
+    fake_worker(GOOD)
+    report = aot.compile(sorting, struct(256, 256, dtype="float32"))
+    assert (report.ok, report.stage) == (False, "lower")
+    assert "Unimplemented primitive in Pallas TPU lowering for tc: sort" in report.cause
+    assert "kernels.py:" in report.cause
+    assert "(sorting.<locals>.kernel)" in report.cause
+
+
+def test_hbm_traffic_is_counted_from_the_grid() -> None:
+    """Each operand is read once for each block of the other: 4 x 3 x 2 steps of 128-blocks."""
+    kernel = lower(lambda x, w: matmul(x, w, block=128), (struct(512, 256), struct(256, 384)), {}, V5E).kernels[0]
+    assert (kernel.name, kernel.grid, kernel.parallel) == ("matmul", (4, 3, 2), True)
+    block = 128 * 128 * 2
+    assert kernel.hbm_bytes == 24 * block + 24 * block + 12 * block
+    (whole,) = lower(copy, (struct(4096, 256),), {}, V5E).kernels
+    assert whole.hbm_bytes == 2 * 4096 * 256 * 2
+
+
+def test_traffic_that_depends_on_data_is_not_guessed() -> None:
+    (kernel,) = lower(looped_by_data, (struct(8, dtype="int32"), struct(64, 128, dtype="float32")), {}, V5E).kernels
+    assert kernel.hbm_bytes is None
+    assert kernel.why_unknown == "its block indices are data (prefetched scalars)"
+
+
+def test_kernels_inside_of_jit_and_scan_are_found() -> None:
+    @jax.jit
+    def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return copy(carry), None
+
+    program = lower(lambda x: jax.lax.scan(body, x, None, length=3)[0], (struct(2048, 128),), {}, V5E)
+    assert [kernel.name for kernel in program.kernels] == ["copy"]
+
+
+OVERFLOW = """RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for %matmul.1 = ...
+Scoped allocation with size 225.00M and limit 16.00M exceeded scoped vmem limit by 209.00M.
+
+  Largest program allocations in vmem:
+
+  1. Size: 64.00M
+     Operator: op_name="jit(f)/pallas_call"
+     Shape: f32[4096,4096]{1,0:T(8,128)}
+     Unpadded size: 64.00M
+     Allocation type: scoped
+     ==========================
+
+  2. Size: 32.00M
+     Shape: bf16[4096,4096]{1,0:T(8,128)(2,1)}
+     Allocation type: input window allocation for operator input 0. The window shape is ...
+     ==========================
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "remedy"),
+    [
+        (
+            OVERFLOW,
+            "VMEM overflow: it needs 225.0 MiB, a v5e has 128 MiB; the largest: 64.0 MiB scoped f32[4096,4096]; "
+            "32.0 MiB input 0 bf16[4096,4096]",
+            "shrink the block that the largest allocation is of",
+        ),
+        (
+            "INTERNAL: Mosaic failed to compile TPU kernel: 'tpu.dynamic_rotate' op Not implemented: unsupported shape",
+            "v5e cannot do this: tpu.dynamic_rotate: Not implemented: unsupported shape",
+            "write it with another operation",
+        ),
+        (
+            "INTERNAL: Mosaic failed: cannot statically prove that index in dimension 1 is a multiple of 128",
+            "misaligned: INTERNAL: Mosaic failed: cannot statically prove that index in dimension 1 is a multiple of 128",
+            "make slices and blocks multiples of 8 along the second-last axis, of 128 along the last",
+        ),
+        ("something else\nand more", "something else", "whole message is in the report's `error`"),
+    ],
+)
+def test_the_first_cause_and_its_remedy(error: str, cause: str, remedy: str) -> None:
+    said = diagnose(error, V5E, libtpu_wanted() + ".1")
+    assert said.cause == cause
+    assert remedy in said.remedy
+
+
+def test_an_old_libtpu_is_named_before_mosaics_own_message() -> None:
+    said = diagnose("INTERNAL: unsupported Mosaic version 9", V5E, "0.0.1")
+    assert said.cause.startswith("libtpu 0.0.1 is older than the")
+    assert "unsupported Mosaic version 9" in said.remedy
+    assert too_old(libtpu_wanted()) is None
+    assert too_old(libtpu_wanted() + ".3") is None
+    assert too_old("1.0") is None
+
+
+def test_the_doctor_names_what_is_missing_and_what_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    found = {finding.what: finding for finding in aot.doctor()}
+    for what in ("libtpu", "qemu-x86_64-static", "x86-64 root"):
+        assert not found[what].ok
+        assert found[what].remedy == "bash scripts/setup_aot.sh"
+    with pytest.raises(NotSetUp, match=r"libtpu: none found; run bash scripts/setup_aot.sh"):
+        aot.compile(lambda x: jnp.sin(x), struct(8, 128))

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 
-def matmul(x: jax.Array, w: jax.Array, *, block: int = 512, vmem_limit_bytes: int | None = None) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, *, block: int = 512) -> jax.Array:
     """A blocked product: block^3 multiply-adds a step, and each operand read as often as the other has blocks."""
 
     def kernel(x_ref, w_ref, out_ref, acc_scratch):
@@ -33,9 +33,7 @@ def matmul(x: jax.Array, w: jax.Array, *, block: int = 512, vmem_limit_bytes: in
         ],
         out_specs=pl.BlockSpec((block, block), lambda i, j, k: (i, j)),
         scratch_shapes=[pltpu.VMEM((block, block), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="matmul",
     )(x, w)
 
@@ -102,6 +100,22 @@ def looped_by_data(counts: jax.Array, x: jax.Array) -> jax.Array:
         ),
         name="looped_by_data",
     )(counts, x)
+
+
+def roomy(x: jax.Array, *, rows: int) -> jax.Array:
+    """Asks for a scratch of rows x 1024 float32, and uses little of it."""
+
+    def kernel(x_ref, out_ref, large_scratch):
+        large_scratch[0:8, 0:128] = x_ref[...]
+        out_ref[...] = large_scratch[0:8, 0:128]
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM((rows, 1024), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=128 * 2**20),
+        name="roomy",
+    )(x)
 
 
 def sorting(x: jax.Array) -> jax.Array:

@@ -120,3 +120,27 @@ def test_benching_only_what_cannot_run_here_exits_with_1(tmp_path: Path) -> None
     done = tilewright("bench", "linear_cross_entropy", "--case", "odd", "--implementation", "pallas_tpu", cwd=tmp_path)
     assert done.returncode == 1
     assert "not timed" in done.stdout
+
+
+def test_compile_reads_its_arguments_before_it_compiles() -> None:
+    for args, message in (
+        ((), "OP is missing; name an op (`tilewright ops` lists them), or pass --doctor"),
+        (("linear_cross_entropy", "--chip", "v6"), "--chip v6 is not known; use one of v4, v5e, v5p, v6e, v7x"),
+        (("linear_cross_entropy", "--config", "block_n"), "--config block_n is not name=number"),
+        (
+            ("linear_cross_entropy", "--config", "block_q=8"),
+            "--config block_q is not a block size of linear_cross_entropy",
+        ),
+        (("linear_cross_entropy", "--config", "block_n=8"), "block_n=8 must be a positive multiple of 16"),
+    ):
+        done = tilewright("compile", *args)
+        assert done.returncode == 2, done.stdout
+        assert message in " ".join(done.stderr.split())
+        assert "Traceback" not in done.stderr
+
+
+def test_the_doctor_tells_what_this_machine_has() -> None:
+    done = tilewright("compile", "--doctor")
+    assert "libtpu" in done.stdout
+    assert done.returncode in (0, 1)
+    assert ("setup_aot.sh" in done.stdout) == (done.returncode == 1)

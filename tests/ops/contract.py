@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import tilewright
-from tilewright.core.dispatch import KERNEL_PLATFORM, Op, find_op
+from tilewright.core.dispatch import Op, find_op
 from tilewright.core.numerics import judge
-from tilewright.core.target import races_found
+from tilewright.core.target import finding_races
 from tilewright.workbench.check import DTYPES, CaseCheck, call, call_with_gradients, needs_interpreter
 
 
@@ -44,10 +44,8 @@ def able_to_run(implementation: str, *, plain: bool = False) -> Iterator[None]:
         with tilewright.interpret(plain=True):
             yield
         return
-    with tilewright.interpret(detect_races=True):
+    with finding_races():
         yield
-    if KERNEL_PLATFORM[implementation] == "tpu":
-        assert not races_found(), f"{implementation} has a data race"
 
 
 def assert_close(got, plain, oracle, what: str) -> None:

@@ -35,7 +35,7 @@ TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
 # The smallest slice of each chip, which a program of one device is compiled for.
 _TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 _FAMILY = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}
-_DUMPS = "(schedule-analysis_)?final_bundles|.*static-per-bundle-utilization|deduplication-map"
+_DUMPS = "final_bundles|final_hlo-static-per-bundle-utilization"
 # Part of a cache key: raise it when what is kept of a compile changes.
 _KEPT = 3
 

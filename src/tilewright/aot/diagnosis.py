@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from tilewright.aot.schedule import short_tag
 from tilewright.aot.toolchain import too_old
 from tilewright.core.chip import MIB, Chip
 
@@ -34,33 +35,36 @@ def _first(error: str) -> str:
 _SIZE = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
 
 
-def _bytes(number: str, unit: str) -> float:
-    return float(number) * _SIZE[unit.upper().rstrip("IB")[:1]]
+def _mib(number: str, unit: str = "") -> float:
+    return float(number) * _SIZE[unit] / MIB
 
 
 def _vmem_overflow(error: str, chip: Chip) -> Diagnosis | None:
-    if "vmem" not in error.lower() or not re.search(r"exhausted|exceed|Ran out of memory|larger than", error, re.I):
-        return None
-    # "Largest program allocations in vmem: ... 1. Size: 64.00M ... Shape: ... Allocation type/XLA label: ..."
-    pieces = re.findall(r"Size:\s*([\d.]+)([KMG]?)i?B?(.*?)(?=\n\s*\d+\.\s*Size:|\n\s*\n|={5,}|\Z)", error, re.S)
-    named = []
-    for number, unit, rest in pieces[:3]:
-        shape = re.search(r"Shape:\s*([^\s{]+)", rest)
-        tag = re.search(r"Allocation type:\s*([^\n]+)", rest)
-        window = re.search(r"(input|output) window allocation for operator (?:input|output) (\d+)", rest)
-        label = f"{window[1]} {window[2]}" if window else (tag[1].strip() if tag else "")
-        named.append(f"{_bytes(number, unit) / MIB:.1f} MiB {label} {shape[1] if shape else ''}".strip())
-    asked = re.search(r"Used ([\d.]+)([KMG]?)i?B? of ([\d.]+)([KMG]?)i?B? vmem", error) or re.search(
-        r"size ([\d.]+)([KMG]?)i?B? and limit ([\d.]+)([KMG]?)i?B?", error
-    )
+    """Three forms: over the chip's VMEM, with a list; a single allocation over it; over the limit that a kernel has."""
+    total = re.search(r"Used ([\d.]+)([KMG]?) of [\d.]+[KMG]? vmem", error)
+    single = re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=\d+\).*?space=vmem", error)
+    scoped = re.search(r"Scoped\s+allocation with size ([\d.]+)([KMG]?) and limit ([\d.]+)([KMG]?)", error)
     has = f"a {chip.name} has {chip.vmem_bytes / MIB:.0f} MiB" if chip.vmem_bytes else "the chip has less"
-    needs = f"it needs {_bytes(asked[1], asked[2]) / MIB:.1f} MiB" if asked else "it needs more VMEM than it may take"
-    largest = f"; the largest: {'; '.join(named)}" if named else ""
-    return Diagnosis(
-        f"VMEM overflow: {needs}, {has}{largest}",
-        "shrink the block that the largest allocation is of (a window holds it twice), or raise vmem_limit_bytes "
-        "if it is below the chip's",
-    )
+    shrink = "shrink the block that the largest allocation is of; a window with 2 buffers holds its block twice"
+    if total:
+        listed = re.findall(r"Size: ([\d.]+)([KMG]?)\n.*?Shape: ([^\s{]+).*?Tag: ([^\n]+)", error, re.S)
+        largest = "; ".join(
+            f"{_mib(size, unit):.1f} MiB {short_tag(tag, shape)}" for size, unit, shape, tag in listed[:3]
+        )
+        named = f"; the largest: {largest}" if largest else ""
+        return Diagnosis(f"VMEM overflow: it needs {_mib(*total.groups()):.1f} MiB and {has}{named}", shrink)
+    if single:
+        shape = re.search(r"shape = '([^'{]+)", error)
+        tag = re.search(r"tag = '([^']+)'", error)
+        name = short_tag(tag[1] if tag else "an allocation", shape[1] if shape else "")
+        return Diagnosis(f"VMEM overflow: {name} alone is {_mib(single[1]):.1f} MiB and {has}", shrink)
+    if scoped:
+        needs, may_take = _mib(scoped[1], scoped[2]), _mib(scoped[3], scoped[4])
+        return Diagnosis(
+            f"VMEM overflow: it needs {needs:.1f} MiB and may take {may_take:.1f}; {has}",
+            "raise CompilerParams(vmem_limit_bytes=...) up to the chip's VMEM, or use smaller blocks",
+        )
+    return None
 
 
 def _unsupported(error: str, chip: Chip) -> Diagnosis | None:

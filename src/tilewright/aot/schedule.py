@@ -294,14 +294,14 @@ def read_vmem(folder: Path) -> dict[str, tuple[Allocation, ...]]:
         data, _ = json.JSONDecoder().raw_decode(text[begin + len("const DATA =") :].lstrip())
         for name, breakdown in data.get("hlo_breakdowns", {}).items():
             found[name] = tuple(
-                Allocation(_short(piece.get("tag", "?"), piece.get("shape", "")), int(piece["size"]))
+                Allocation(short_tag(piece.get("tag", "?"), piece.get("shape", "")), int(piece["size"]))
                 for block in breakdown.get("blocks", [])
                 for piece in block.get("allocations", [])
             )
     return found
 
 
-def _short(tag: str, shape: str) -> str:
+def short_tag(tag: str, shape: str) -> str:
     """The compiler's words for an allocation, in a few: "input 0, window bf16[512,512], 2 buffers"."""
     window = re.search(
         r"(input|output) window allocation for operator (?:input|output) (\d+).*?shape is ([^,]+\[[\d,]*\])", tag

@@ -7,7 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli.screen import arguments, console, progress_bar, split_names
-from tilewright.core.dispatch import find_op
+from tilewright.core.dispatch import KERNEL_PLATFORM, find_op
+from tilewright.core.target import RaceDetected
 from tilewright.workbench.check import DTYPES, CaseCheck, Checked, check_implementation, needs_interpreter
 
 
@@ -17,21 +18,29 @@ def check(
     case: Annotated[str | None, typer.Option(help="Comma-separated; the small cases unless told, or `all`.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16; both unless told.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs and cotangents.")] = 0,
+    races: Annotated[
+        bool, typer.Option("--races", help="Run kernels in their interpreters, and look for data races there.")
+    ] = False,
 ) -> None:
     """Check values and every gradient of an op against the oracle, over its cases.
 
     The oracle is the reference in float64. An error may be twice that of the reference in the same dtype, plus a tiny
-    floor; a NaN never passes. A kernel for another device runs in its interpreter. Exit code 1 on a miss.
+    floor; a NaN never passes. A kernel for another device runs in its interpreter, where uninitialised memory is NaN.
+    Exit code 1 on a miss or a race.
     """
     with arguments():
         found = find_op(op)
-        implementations = split_names(implementation, found.implementations, "implementation")
+        known = tuple(name for name in found.implementations if not races or name in KERNEL_PLATFORM)
+        if not known:
+            raise ValueError(f"{op} has no kernel to look for races in; its implementations: {found.implementations}")
+        implementations = split_names(implementation, known, "implementation")
         small = tuple(c.name for c in found.cases if c.small)
         every = tuple(c.name for c in found.cases)
         cases = every if case == "all" else small if case is None else split_names(case, every, "case")
         dtypes = split_names(dtype, DTYPES, "dtype")
 
     results: list[Checked] = []
+    raced: dict[str, str] = {}
     with progress_bar() as bar:
         task = bar.add_task("checking", total=len(cases) * len(dtypes) * len(implementations))
         for case_name in cases:
@@ -39,7 +48,10 @@ def check(
                 held = CaseCheck(found, found.case(case_name), dtype_name, seed=seed)
                 for name in implementations:
                     bar.update(task, description=f"{case_name} {dtype_name} {name}")
-                    results += check_implementation(held, name)
+                    try:
+                        results += check_implementation(held, name, races=races)
+                    except RaceDetected as error:
+                        raced[f"{name} {case_name} {dtype_name}"] = str(error)
                     bar.advance(task)
 
     table = Table(title=f"{op} against the oracle (the reference in float64)", title_justify="left")
@@ -51,14 +63,19 @@ def check(
         table.add_row(*_row(result))
     console().print(table)
     misses = [result for result in results if not result.verdict.ok]
-    interpreted = [name for name in implementations if needs_interpreter(name)]
+    interpreted = [name for name in implementations if races or needs_interpreter(name)]
     if interpreted:
-        console().print(f"In the interpreter, since this device cannot run it: {', '.join(interpreted)}.")
+        why = "with race detection" if races else "since this device cannot run it"
+        console().print(f"In the interpreter, {why}: {', '.join(interpreted)}.")
     console().print(f"{len(results) - len(misses)} of {len(results)} within bounds.")
     for miss in misses:
         what = f"{miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {miss.verdict}"
         console().print(f"[bold red]miss:[/] {escape(what)}")
-    if misses:
+    for what, accesses in raced.items():
+        console().print(f"[bold red]race:[/] {escape(f'{what}: {accesses}')}")
+    if races and not raced:
+        console().print("No data race found.")
+    if misses or raced:
         raise typer.Exit(1)
 
 

@@ -5,6 +5,8 @@ Both are contexts that JAX's caches know of: a jitted function that was traced f
 """
 
 import contextlib
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +51,7 @@ def interpret(*, detect_races: bool = False, plain: bool = False) -> Iterator[No
     `implementation=None` still takes what suits the device or the `target`.
 
     The interpreter simulates the chip's memories and copies; uninitialised memory reads as NaN. With `detect_races=True`
-    a data race is an error (jax 0.12 raises where it happens; for 0.11 ask `races_found()`). It works through callbacks,
+    a data race is an error in jax 0.12 and printed by 0.11; `finding_races` has both raise. It works through callbacks,
     which `jax.vmap` and `jax.checkpoint` do not take: `plain=True` is for these, an interpreter without the simulation.
     """
     if plain and detect_races:
@@ -93,9 +95,59 @@ def tpu_interpret_params(how: Interpret | None) -> Any:
     return pltpu.InterpretParams(detect_races=how.detect_races, uninitialized_memory="nan")
 
 
-def races_found() -> bool:
-    """Whether the last TPU kernel interpreted with `detect_races=True` had a data race."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+def gpu_interpret_params(how: Interpret | None) -> Any:
+    """What `plgpu.kernel(interpret=...)` takes for a Mosaic GPU kernel. It has no plain interpreter: there is one only."""
+    if how is None:
+        return None
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    races = interpret_pallas_call.races
-    return races is not None and races.races_found
+    return plgpu.InterpretGPUParams(detect_races=how.detect_races, uninitialized_memory="nan")
+
+
+class RaceDetected(RuntimeError):
+    """A kernel has a data race. The text has the two accesses."""
+
+
+@contextlib.contextmanager
+def finding_races() -> Iterator[None]:
+    """Run kernels in their interpreters with race detection, and raise `RaceDetected` where one has a race."""
+    with interpret(detect_races=True):
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RACE DETECTED" not in str(error):
+                raise
+            _reset_interpreters()
+            raise RaceDetected(_accesses(str(error))) from error
+    # jax 0.11 prints a race and goes on.
+    if _race_was_noted():
+        _reset_interpreters()
+        raise RaceDetected("the interpreter printed the two accesses above")
+
+
+def _accesses(text: str) -> str:
+    """The two accesses of a race, each with its line in the kernel."""
+    found = re.findall(r"(read|write) of .*?, (\S+:\d+:\d+ \([^)]*\)+)", text.split("RACE DETECTED", 1)[1])
+    return " and ".join(f"a {kind} at {where}" for kind, where in found[:2]) or text[-500:]
+
+
+def _race_was_noted() -> bool:
+    for name, attribute in (
+        ("jax._src.pallas.mosaic.interpret.interpret_pallas_call", "races"),
+        ("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks", "_races"),
+    ):
+        # Only an interpreter that ran has been imported.
+        state = getattr(sys.modules.get(name), attribute, None)
+        if state is not None and state.races_found:
+            return True
+    return False
+
+
+def _reset_interpreters() -> None:
+    """After an error the interpreters do not start again by themselves."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    pltpu.reset_tpu_interpret_mode_state()
+    gpu = sys.modules.get("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    if gpu is not None:
+        gpu.reset_gpu_interpret_mode_state()

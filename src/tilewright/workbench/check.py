@@ -12,7 +12,7 @@ from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op
 from tilewright.core.numerics import Verdict, judge
-from tilewright.core.target import default_device, interpret
+from tilewright.core.target import default_device, finding_races, interpret
 
 DTYPES = ("float32", "bfloat16")
 
@@ -112,8 +112,14 @@ def needs_interpreter(implementation: str) -> bool:
     return platform is not None and platform != Chip.of(default_device()).platform
 
 
-def check_implementation(checked: CaseCheck, implementation: str) -> list[Checked]:
-    """Check on this device, or in the interpreter where the device cannot run the kernel."""
+def check_implementation(checked: CaseCheck, implementation: str, *, races: bool = False) -> list[Checked]:
+    """Check on this device, or in the interpreter where the device cannot run the kernel.
+
+    With `races` a kernel runs in its interpreter anyway, with race detection: `RaceDetected` where it has one.
+    """
+    if races and implementation in KERNEL_PLATFORM:
+        with finding_races():
+            return checked.check(implementation)
     if needs_interpreter(implementation):
         with interpret():
             return checked.check(implementation)

@@ -1,0 +1,124 @@
+"""Real compiles with libtpu, for TPUs that are not there. Skipped, with the reason, where it is not set up."""
+
+import functools
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.aot.kernels import copy, looped_by_data, matmul, roomy, struct
+from tilewright import aot
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import registered
+from tilewright.workbench.check import call, call_with_gradients
+
+LACKS = [f"{finding.what}: {finding.found}" for finding in aot.doctor() if finding.needed and not finding.ok]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(bool(LACKS), reason=f"libtpu's compiler is not set up ({'; '.join(LACKS)})"),
+]
+
+
+def smallest_tpu_cases() -> list[tuple[str, bool, str]]:
+    return [
+        (op.name, grad, chip)
+        for op in registered().values()
+        if "pallas_tpu" in op.implementations
+        for grad in (False, True)
+        for chip in ("v5e", "v6e")
+    ]
+
+
+@pytest.mark.parametrize(("op_name", "grad", "chip"), smallest_tpu_cases())
+def test_each_op_compiles(op_name: str, grad: bool, chip: str) -> None:
+    """The smoke set: each op's smallest case, forward and gradient, on two chips."""
+    op = registered()[op_name]
+    case = min(op.cases, key=lambda case: case.work(4).bytes)
+    function, structs = call(op, case, "pallas_tpu"), case.structs("bfloat16")
+    if grad:
+        cotangents = jax.eval_shape(call(op, case, "reference"), **structs)
+        report = aot.compile(call_with_gradients(function, case), structs, cotangents, chip=chip)
+    else:
+        report = aot.compile(lambda arrays: function(**arrays), structs, chip=chip)
+    assert report.ok, report.cause
+    assert report.kernels
+    for kernel in report.kernels:
+        assert kernel.schedule is not None, kernel.note
+        assert kernel.floor_us is not None
+        assert kernel.schedule.vmem_bytes > 0
+
+
+@functools.cache
+def matmul_report(chip: str, block: int) -> aot.CompileReport:
+    return aot.compile(functools.partial(matmul, block=block), struct(1024, 1024), struct(1024, 1024), chip=chip)
+
+
+@pytest.mark.parametrize(("chip", "by_hand"), [("v5e", 512**3 / (4 * 128**2)), ("v6e", 512**3 / (2 * 256**2 * 2))])
+def test_the_mxu_cycles_of_a_matmul_are_those_counted_by_hand(chip: str, by_hand: float) -> None:
+    """A step of 512 x 512 x 512. v6e's MXUs take two rows a cycle, or 918 TFLOP/s at 1.75 GHz could not be."""
+    report = matmul_report(chip, 512)
+    assert report.ok, report.cause
+    (kernel,) = report.kernels
+    assert kernel.schedule is not None
+    assert kernel.schedule.mxu_cycles == pytest.approx(by_hand, rel=0.15)
+    assert kernel.schedule.cycles >= kernel.schedule.mxu_cycles
+    if chip == "v5e":
+        # The whole step is bound by the MXU there, so its cycles are the MXU's.
+        assert kernel.schedule.cycles == pytest.approx(by_hand, rel=0.15)
+    peak = Chip.named(chip).flops_per_s("bfloat16")
+    assert peak is not None
+    assert kernel.compute_us is not None
+    assert kernel.compute_us >= 0.99 * 2 * 1024**3 / peak * 1e6
+
+
+def test_a_memory_bound_copy_takes_the_bandwidths_time() -> None:
+    shape = (8192, 1024)
+    report = aot.compile(copy, struct(*shape, dtype="float32"), chip="v5e")
+    assert report.ok, report.cause
+    (kernel,) = report.kernels
+    by_hand = 2 * 4 * shape[0] * shape[1] / 819e9 * 1e6
+    assert kernel.floor_us == pytest.approx(by_hand, rel=0.02)
+    assert kernel.bottleneck == ("DMA", 1.0)
+    assert kernel.roofline_fraction == 1.0
+
+
+def test_larger_blocks_rank_before_smaller_ones() -> None:
+    """Twice the block is half the traffic and fewer steps: 512 before 256 before 128."""
+    reports = [matmul_report("v5e", block) for block in (512, 256, 128)]
+    floors = [report.kernels[0].floor_us for report in reports]
+    assert floors == sorted(floors)
+    traffic = [report.kernels[0].hbm_bytes for report in reports]
+    assert traffic == sorted(traffic)
+
+
+def test_too_much_vmem_is_an_overflow_with_its_remedy() -> None:
+    report = aot.compile(functools.partial(roomy, rows=65536), struct(8, 128, dtype="float32"), chip="v5e")
+    assert not report.ok
+    assert report.cause == "VMEM overflow: scratch operand f32[65536,1024] alone is 256.0 MiB and a v5e has 128 MiB"
+    assert "shrink the block" in report.remedy
+
+
+def test_what_depends_on_data_is_not_estimated() -> None:
+    report = aot.compile(looped_by_data, struct(8, dtype="int32"), struct(64, 128, dtype="float32"), chip="v6e")
+    assert report.ok, report.cause
+    (kernel,) = report.kernels
+    assert kernel.floor_us is None
+    assert report.floor_us is None
+    assert "cannot estimate: a loop of" in kernel.note
+
+
+def test_a_shard_mapped_function_compiles_for_a_slice() -> None:
+    """Eight v6e chips, with a sum over them: the kernel runs on each shard, and XLA puts the collective in."""
+    mesh = AbstractMesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
+
+    def total(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(copy(x, block=128), "rows")
+
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=P("rows"), out_specs=P(), check_vma=False)
+    jitted = jax.jit(sharded, in_shardings=(split,), out_shardings=whole)
+    report = aot.compile(jitted, struct(8 * 256, 128, dtype="float32"), chip="v6e", topology="2x4")
+    assert report.ok, report.cause
+    assert report.topology == "v6e:2x4"
+    assert [kernel.name for kernel in report.kernels] == ["copy"]

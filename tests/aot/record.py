@@ -3,6 +3,7 @@
 Only what the parser reads is kept, without the paths of the machine that it was recorded on.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -27,8 +28,9 @@ def main() -> None:
             wanted = [name for name in dumped_kernels(dumps) if kernels[0].name in name]
             for path in [*dumped_kernels(dumps)[wanted[0]], *dumps.glob("*vmem_report.html")]:
                 text = re.sub(r"/[\w./-]+\.py", "kernel.py", path.read_text(errors="replace"))
-                if path.suffix == ".html":
-                    text = text[text.index("const DATA =") : text.index("</script>", text.index("const DATA ="))]
+                if path.suffix == ".html":  # The data alone, not the page around it.
+                    data = text[text.index("const DATA =") + len("const DATA =") :].lstrip()
+                    text = f"const DATA ={json.dumps(json.JSONDecoder().raw_decode(data)[0], indent=1)};\n"
                 (folder / re.sub(r"^\d+", "0", path.name)).write_text(text)
             return read(kernels, dumps, of)
 

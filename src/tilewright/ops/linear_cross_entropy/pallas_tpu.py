@@ -42,6 +42,7 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
 from tilewright.ops.linear_cross_entropy.config import LANES, PallasTpuConfig
+from tilewright.ops.linear_cross_entropy.gradient import with_gradient
 from tilewright.ops.linear_cross_entropy.pallas_tpu_bwd import backward, for_row_tiles, logits_tile
 
 Config = PallasTpuConfig
@@ -164,27 +165,7 @@ def _forward(
     return tuple(out[:, column] for column in range(4))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear_cross_entropy(
-    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, launch: Launch
-) -> tuple[jax.Array, jax.Array]:
-    nll, logsumexp, _, _ = _forward(x, w, labels, soft_cap, launch)
-    return nll, logsumexp
-
-
-def _vjp_forward(
-    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, launch: Launch
-) -> tuple[Any, Any]:
-    nll, logsumexp, highest, total = _forward(x, w, labels, soft_cap, launch)
-    return (nll, logsumexp), (x, w, labels, highest, total)
-
-
-def _vjp_backward(soft_cap: float | None, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, Any, None]:
-    dx, dw = backward(*saved, *cotangents, soft_cap=soft_cap, launch=launch)
-    return dx, dw, None
-
-
-_linear_cross_entropy.defvjp(_vjp_forward, _vjp_backward)
+_linear_cross_entropy = with_gradient(_forward, backward)
 
 
 def linear_cross_entropy_pallas_tpu(

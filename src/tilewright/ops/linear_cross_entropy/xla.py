@@ -17,7 +17,6 @@ and sum exp(logit - max) of a row rather than their logsumexp: at logits of 1,00
 exp(logit - logsumexp) would be off by that factor.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator
 from tilewright.ops.linear_cross_entropy.config import XlaConfig
+from tilewright.ops.linear_cross_entropy.gradient import with_gradient
 
 Config = XlaConfig
 
@@ -84,11 +84,11 @@ def _is_label(labels: jax.Array, start: jax.Array, block_v: int) -> jax.Array:
 
 
 def _forward(
-    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, config: XlaConfig
+    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, launch: Launch
 ) -> tuple[jax.Array, ...]:
     """nll, logsumexp, and the two numbers that the backward makes probabilities from: max and sum exp(logit - max)."""
     n, v = x.shape[0], w.shape[1]
-    block_n, block_v = min(config.block_n, n), min(config.block_v, v)
+    block_n, block_v = min(launch.config.block_n, n), min(launch.config.block_v, v)
     num_v = -(-v // block_v)
     accumulate = accumulator(x.dtype)
 
@@ -135,11 +135,11 @@ def _backward(
     d_logsumexp: jax.Array,
     *,
     soft_cap: float | None,
-    config: XlaConfig,
+    launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
     """dx and dw. The gradient of a logit is (d_nll + d_logsumexp) p - d_nll [label], times the soft cap's slope."""
     (n, h), v = x.shape, w.shape[1]
-    block_n, block_v = min(config.block_n, n), min(config.block_v, v)
+    block_n, block_v = min(launch.config.block_n, n), min(launch.config.block_v, v)
     num_v = -(-v // block_v)
     blocks = _row_blocks(block_n, x, labels, highest, (d_nll + d_logsumexp) / total, d_nll)
     accumulate = highest.dtype
@@ -170,31 +170,11 @@ def _backward(
     return dx.reshape(-1, h)[:n].astype(x.dtype), dw
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _linear_cross_entropy(
-    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, config: XlaConfig
-) -> tuple[jax.Array, jax.Array]:
-    nll, logsumexp, _, _ = _forward(x, w, labels, soft_cap, config)
-    return nll, logsumexp
-
-
-def _vjp_forward(
-    x: jax.Array, w: jax.Array, labels: jax.Array, soft_cap: float | None, config: XlaConfig
-) -> tuple[Any, Any]:
-    nll, logsumexp, highest, total = _forward(x, w, labels, soft_cap, config)
-    return (nll, logsumexp), (x, w, labels, highest, total)
-
-
-def _vjp_backward(soft_cap: float | None, config: XlaConfig, saved: Any, cotangents: Any) -> tuple[Any, Any, None]:
-    dx, dw = _backward(*saved, *cotangents, soft_cap=soft_cap, config=config)
-    return dx, dw, None
-
-
-_linear_cross_entropy.defvjp(_vjp_forward, _vjp_backward)
+_linear_cross_entropy = with_gradient(_forward, _backward)
 
 
 def linear_cross_entropy_xla(
     x: Rows, w: Unembedding, labels: RowLabels, *, soft_cap: float | None, launch: Launch
 ) -> tuple[PerRow, PerRow]:
     """Negative log likelihood and logsumexp of each row; labels are in [0, V)."""
-    return _linear_cross_entropy(x, w, labels, soft_cap, launch.config)
+    return _linear_cross_entropy(x, w, labels, soft_cap, launch)

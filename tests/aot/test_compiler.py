@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot.kernels import copy, looped_by_data, matmul, sorting, struct
-from tilewright import aot
+from tilewright import aot, linear_cross_entropy
 from tilewright.aot import compiler, toolchain, worker
 from tilewright.aot.diagnosis import diagnose
 from tilewright.aot.program import lower
 from tilewright.aot.toolchain import NotSetUp, Toolchain, libtpu_wanted, too_old
 from tilewright.core.chip import Chip
+from tilewright.ops.linear_cross_entropy.config import PallasTpuConfig
 
 V5E = Chip.named("v5e")
 
@@ -121,6 +122,22 @@ def test_a_primitive_that_cannot_be_lowered_is_named_with_its_line(fake_worker) 
     assert "Unimplemented primitive in Pallas TPU lowering for tc: sort" in report.cause
     assert "kernels.py:" in report.cause
     assert "(sorting.<locals>.kernel)" in report.cause
+
+
+def test_a_block_that_cannot_fit_is_refused_with_the_block_to_shrink(fake_worker) -> None:
+    """Before the compiler: the op knows what its blocks take."""
+    fake_worker(GOOD)
+    huge = PallasTpuConfig(65536, 512, 16, 128, 16, 128)
+    x, w, labels = struct(65536, 64), struct(64, 1024), struct(65536, dtype="int32")
+    report = aot.compile(
+        lambda x, w, labels: linear_cross_entropy(x, w, labels, implementation="pallas_tpu", config=huge),
+        *(x, w, labels),
+        chip="v5p",
+    )
+    assert (report.ok, report.stage) == (False, "lower")
+    assert "its forward kernel needs about" in report.cause
+    assert "a v5p has 64" in report.cause
+    assert report.remedy == "use a smaller block_n or block_v, or implementation='xla'"
 
 
 def test_hbm_traffic_is_counted_from_the_grid() -> None:

@@ -180,8 +180,9 @@ def compile(
     try:
         program = lower(function, args, kwargs, found)
     except NotTraceable as error:
-        remedy = "write it with what Pallas supports on TPU, or take implementation='xla'"
-        return report(ok=False, stage="lower", cause=str(error), remedy=remedy, error=str(error.__cause__))
+        cause, _, use = str(error).partition("; use ")  # Our own refusals have the remedy in them.
+        remedy = f"use {use}" if use else "write it with what Pallas supports on TPU, or take implementation='xla'"
+        return report(ok=False, stage="lower", cause=cause, remedy=remedy, error=str(error.__cause__))
     options = _compile_options(program.num_devices)
     key = _key(program, options, slice_name, toolchain)
     kept = home() / "results" / f"{key}.json"

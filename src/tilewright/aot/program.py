@@ -15,6 +15,7 @@ from jax._src import source_info_util
 from jax.extend import core
 
 from tilewright.core.chip import Chip
+from tilewright.core.dispatch import Unsupported
 from tilewright.core.target import target
 
 # Beyond this many grid steps the blocks that are fetched are not counted one by one.
@@ -64,6 +65,8 @@ def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             calls += _equations(jitted.trace(*args, **kwargs).jaxpr.jaxpr, "pallas_call")
             kernels = tuple(_kernel(equation) for equation in calls)
             exported = jax.export.export(jitted, platforms=["tpu"])(*args, **kwargs)
+    except Unsupported as error:
+        raise NotTraceable(str(error)) from error
     except Exception as error:
         raise NotTraceable(f"{_first_line(error)}{_in_kernel(error, calls) or _where(error)}") from error
     return Program(bytes(exported.mlir_module_serialized), kernels, exported.nr_devices)

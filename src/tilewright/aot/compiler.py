@@ -37,7 +37,7 @@ _TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e
 _FAMILY = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}
 _DUMPS = "final_bundles|final_hlo-static-per-bundle-utilization"
 # Part of a cache key: raise it when what is kept of a compile changes.
-_KEPT = 3
+_KEPT = 4
 
 
 @dataclass(frozen=True)

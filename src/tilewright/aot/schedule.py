@@ -36,6 +36,9 @@ _DELAY_SLOTS = 4
 _BF16_PRODUCT = re.compile(r"vmatmul\.\S*bf16")
 _BF16_ROWS = 16
 
+# Bundles under conditions that are known only at run time do not spoil an estimate if they are fewer than this share.
+_FEW = 0.05
+
 # The columns of the utilization file, by the unit they belong to.
 UNITS = {
     "MATMUL": "MXU",  # libtpu 0.0.51; 0.0.50 calls it MXU.
@@ -174,10 +177,10 @@ def _comparisons(bundles: Sequence[_Bundle]) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def _structure(bundles: Sequence[_Bundle]) -> tuple[list[_Span], list[_Span], list[str]]:
-    """Loops, blocks that run occasionally, and what cannot be known."""
+def _structure(bundles: Sequence[_Bundle]) -> tuple[list[_Span], list[_Span], list[_Span]]:
+    """Loops, blocks that run occasionally, and blocks that run under a condition known only at run time."""
     compared = _comparisons(bundles)
-    loops, occasional, unknown = [], [], []
+    loops, occasional, conditional = [], [], []
     for index, predicate, to in _branches(bundles):
         right, exit_test = compared.get(predicate, ("", False))
         end = min(index + 1 + _DELAY_SLOTS, len(bundles))
@@ -190,9 +193,9 @@ def _structure(bundles: Sequence[_Bundle]) -> tuple[list[_Span], list[_Span], li
             continue  # The body of the pipeline itself: it is skipped only while the pipeline fills.
         if right.isdigit():
             occasional.append(block)
-        elif block.end - block.start > 0:
-            unknown.append(f"{block.end - block.start} bundles run under a condition that is known only at run time")
-    return loops, occasional, unknown
+        elif block.end > block.start:
+            conditional.append(block)
+    return loops, occasional, conditional
 
 
 def read_schedule(
@@ -203,7 +206,8 @@ def read_schedule(
     names, slots, rows = _utilization(utilization_text)
     if len(rows) != len(bundles):
         raise NotReadable(f"{len(bundles)} bundles have {len(rows)} rows of utilization")
-    loops, occasional, unknown = _structure(bundles)
+    loops, occasional, conditional = _structure(bundles)
+    unknown: list[str] = []
 
     # The pipeline over the grid is the outermost loop; without one the whole kernel is a single step.
     weights = [0 if grid_steps > 1 else 1] * len(bundles)
@@ -230,6 +234,10 @@ def read_schedule(
         weights[index] = 0
 
     bundle_count = sum(weights)
+    # Counted as if they always ran. A few are the pipeline's own, for the last block of a ragged axis.
+    at_run_time = sum(sum(weights[block.start : block.end]) for block in conditional)
+    if at_run_time > _FEW * bundle_count:
+        unknown.append(f"{at_run_time} of {bundle_count} bundles run under a condition that is known only at run time")
     products = sum(
         weight * len(_BF16_PRODUCT.findall(bundle.text))
         for weight, bundle in zip(weights, bundles, strict=True)

@@ -1,14 +1,18 @@
 """Real compiles with libtpu, for TPUs that are not there. Skipped, with the reason, where it is not set up."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
 
 from tests.aot.kernels import copy, looped_by_data, matmul, roomy, struct
 from tilewright import aot
+from tilewright.cli.main import app
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import registered
 from tilewright.workbench.check import call, call_with_gradients
@@ -122,3 +126,23 @@ def test_a_shard_mapped_function_compiles_for_a_slice() -> None:
     assert report.ok, report.cause
     assert report.topology == "v6e:2x4"
     assert [kernel.name for kernel in report.kernels] == ["copy"]
+
+
+def test_the_verb_prints_the_table_and_writes_the_reports(tmp_path: Path) -> None:
+    runner, file = CliRunner(), tmp_path / "reports.json"
+    args = ["compile", "linear_cross_entropy", "--json", str(file), "--case"]
+    done = runner.invoke(app, [*args, "odd", "--chip", "v6e"])
+    assert done.exit_code == 0, done.output
+    assert "Times are estimates from the schedule, at least so long, not measurements." in done.output
+    (report,) = json.loads(file.read_text())
+    assert (report["kind"], report["chip"], report["ok"]) == ("estimate", "v6e", True)
+    assert report["kernels"][0]["estimate"]["floor_us"] > 0
+    assert report["versions"]["jax"] == jax.__version__
+
+    refused = runner.invoke(app, [*args, "many_blocks", "--chip", "v5p", "--config", "block_n=65536"])
+    assert refused.exit_code == 1
+    flat = " ".join(refused.output.split())
+    assert (
+        "v5p: linear_cross_entropy: implementation='pallas_tpu' cannot run this call: its forward kernel needs" in flat
+    )
+    assert "remedy: use a smaller block_n or block_v" in flat

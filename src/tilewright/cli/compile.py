@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +16,8 @@ from tilewright.aot import compile as compile_for
 from tilewright.cli.screen import arguments, console, memory, progress_bar, split_names
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
-from tilewright.core.dispatch import Op, find_op
+from tilewright.core.dispatch import Op, explain, find_op
+from tilewright.core.records import checkout_commit, installed_versions, now
 from tilewright.core.target import target
 from tilewright.workbench.check import call, call_with_gradients
 
@@ -91,8 +93,11 @@ def compile_verb(
     _show_failures(reports)
     console().print("Times are estimates from the schedule, at least so long, not measurements.")
     if json_file is not None:
-        labels = [{"op": op, "case": each.name, "dtype": dtype, "mode": mode, "kind": "estimate"} for each, _ in work]
-        whole = [label | report.to_dict() for label, report in zip(labels, reports, strict=True)]
+        where = {"versions": installed_versions(), "commit": checkout_commit(), "date": now()}
+        whole = [
+            {"kind": "estimate", "op": op, "case": each.name, "dtype": dtype, "mode": mode, **where, **report.to_dict()}
+            for (each, _), report in zip(work, reports, strict=True)
+        ]
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(whole, indent=1))
         console().print(f"reports: {json_file}")
@@ -115,8 +120,6 @@ def _settled_config(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[st
     """None for the heuristic's, or the heuristic's with the changes of the command line."""
     if not changes:
         return None
-    from tilewright.core.dispatch import explain
-
     with target(chip):
         told = explain(op.name, **case.structs(dtype), **case.options, implementation="pallas_tpu")
     if told.refusal is not None:
@@ -130,8 +133,6 @@ def _settled_config(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[st
 
 
 def _output_structs(op: Op, case: Case, dtype: str) -> Any:
-    import jax
-
     return jax.eval_shape(call(op, case, "reference"), **case.structs(dtype))
 
 

@@ -48,7 +48,7 @@ class Provenance:
             device_count=jax.device_count(device.platform),
             versions=installed_versions(),
             commit=checkout_commit(),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            date=now(),
         )
 
 
@@ -105,6 +105,11 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 def read_records(path: Path) -> Iterator[Record]:
     with path.open() as file:
         yield from (Record.from_json(line) for line in file if line.strip())
+
+
+def now() -> str:
+    """The date and time, UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @functools.cache

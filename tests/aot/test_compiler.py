@@ -57,6 +57,7 @@ json.dump({'ok': True, **sizes}, open(answer, 'w'))
         ("print('last words', flush=True); sys.exit(3)", r"ended with exit code 3 without an answer"),
         ("open(answer, 'w').write('garbage')", r"ended with exit code 0 without an answer"),
         ("json.dump([1], open(answer, 'w'))", r"ended with exit code 0 without an answer"),
+        ("json.dump({'ok': True}, open(answer, 'w'))", r"ended with exit code 0 without an answer"),
         ("time.sleep(60)", r"the compiler was stopped after 1 s"),
     ],
 )

@@ -34,7 +34,6 @@ from tilewright.core.chip import Chip
 TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
 # The smallest slice of each chip, which a program of one device is compiled for.
 _TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
-_FAMILY = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}
 _DUMPS = "final_bundles|final_hlo-static-per-bundle-utilization"
 # Part of a cache key: raise it when what is kept of a compile changes.
 _KEPT = 4
@@ -67,8 +66,7 @@ class KernelReport:
         """The unit that bounds the kernel, and how busy it is: the DMA where copies take longer than computing."""
         if self.schedule is None:
             return None
-        floor = self.floor_us
-        if floor and self.copy_us and self.compute_us and self.copy_us >= self.compute_us:
+        if self.copy_us and self.compute_us and self.copy_us >= self.compute_us:
             return "DMA", 1.0
         unit = self.schedule.bottleneck
         return unit, self.schedule.busy[unit]
@@ -165,7 +163,9 @@ def compile(
     """
     found = _tpu(chip)
     toolchain = Toolchain.here()
-    slice_name = f"{_FAMILY[found.name]}:{topology}" if topology else _TOPOLOGY[found.name]
+    slice_name = _TOPOLOGY[found.name]
+    if topology:
+        slice_name = f"{slice_name.partition(':')[0]}:{topology}"
     began = time.perf_counter()
 
     def report(**fields: Any) -> CompileReport:
@@ -277,14 +277,14 @@ def _run(program: Program, options: bytes, topology: str, chip: Chip, toolchain:
         tail = (folder / "log").read_text(errors="replace")[-3000:]
         try:
             told = json.loads((folder / "answer").read_text())
-            ok, error = bool(told.pop("ok")), str(told.pop("error", ""))
+            if not told["ok"]:
+                return _Answer(ok=False, error=str(told["error"]))
+            sizes = _sizes(told)
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             how = _ended(code)
             return _Answer(ok=False, error=f"the compile worker {how} without an answer; the end of its log:\n{tail}")
-        if not ok:
-            return _Answer(ok=False, error=error)
         schedules, unread = _schedules(program.kernels, dumps, chip)
-        return _Answer(ok=True, sizes=_sizes(told), schedules=schedules, unread=unread)
+        return _Answer(ok=True, sizes=sizes, schedules=schedules, unread=unread)
 
 
 def _ended(code: int) -> str:

@@ -53,6 +53,10 @@ class Case:
     work_grad: Callable[[int], Work]
     """Of the forward and the backward pass together."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    rounded: tuple[str, ...] = ()
+    """Outputs and gradients that are float32 whatever the inputs, and whose plain version multiplies them without a matrix
+    unit. Exact products are not what a bfloat16 version can be held to: the plain one is rounded to the dtype under test
+    before its error is taken."""
     small: bool = False
     """Seconds on a CPU, interpreters included."""
 

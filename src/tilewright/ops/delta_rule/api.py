@@ -1,0 +1,249 @@
+"""`delta_rule`, `gated_delta_rule` and `kda`: linear attention with a state that forgets and corrects itself.
+
+The three differ in the gate alone: none, one a head, one a key channel. Each has a step that decodes one token, and the
+gates have functions that make them from a layer's raw projections.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tilewright.core.dispatch import Op, register
+from tilewright.core.numerics import accumulator
+from tilewright.ops.delta_rule.gates import gdn_gate as gdn_gate
+from tilewright.ops.delta_rule.gates import kda_gate as kda_gate
+from tilewright.ops.delta_rule.gates import normalize
+from tilewright.ops.delta_rule.reference import step as _step
+from tilewright.ops.delta_rule.validation import check_arrays, check_segments
+
+_FAMILY = "tilewright.ops.delta_rule"
+_IMPLEMENTATIONS = ("reference",)
+
+DELTA_RULE = register(Op(name="delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
+GATED_DELTA_RULE = register(Op(name="gated_delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
+KDA = register(Op(name="kda", family=_FAMILY, implementations=_IMPLEMENTATIONS))
+
+
+def delta_rule(
+    q: Float[Array, "*B T H K"],
+    k: Float[Array, "*B T H K"],
+    v: Float[Array, "*B T HV V"],
+    beta: Float[Array, "*B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "*B HV K V"] | None = None,
+    segment_ids: Int[Array, "*B T"] | None = None,
+    normalize_qk: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
+    r"""The delta rule (DeltaNet): a state that is corrected towards each value under its key.
+
+    For each value head, with S [K, V] starting at `initial_state`, token by token
+
+        S <- S + beta_t k_t (v_t - S^T k_t)^T
+        o_t = scale S^T q_t
+
+    Args:
+      q: queries [B, T, H, K], float32 or bfloat16. All arrays may come without B.
+      k: keys [B, T, H, K], of q's dtype. They should be of length 1 or so: `normalize_qk=True` sees to it.
+      v: values [B, T, HV, V], of q's dtype. HV is a multiple of H; value head h reads query and key head h // (HV / H).
+      beta: how much of the correction is made, [B, T, HV], float32 or bfloat16.
+      scale: the factor of the output; K**-0.5 unless told.
+      initial_state: S before the first token, [B, HV, K, V] float32; zeros unless told.
+      segment_ids: [B, T] integers. Wherever it changes along T, the state starts again from zeros: packed sequences do not
+        see each other. `initial_state` belongs to the first token's segment, and the final state to the last token's.
+      normalize_qk: divide each query and key by its length: x / sqrt(sum x^2 + 1e-6), rounded to its dtype.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes, a config of the implementation (tilewright.ops.delta_rule.config).
+
+    Returns:
+      o [B, T, HV, V] in v's dtype, and the final state [B, HV, K, V] in float32. Gradients flow to every array and
+      through both results. K and V from 16 to 256, any T.
+    """
+    return _run(
+        DELTA_RULE, q, k, v, None, beta, scale, initial_state, segment_ids, normalize_qk, implementation, config
+    )
+
+
+def gated_delta_rule(
+    q: Float[Array, "*B T H K"],
+    k: Float[Array, "*B T H K"],
+    v: Float[Array, "*B T HV V"],
+    g: Float[Array, "*B T HV"],
+    beta: Float[Array, "*B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "*B HV K V"] | None = None,
+    segment_ids: Int[Array, "*B T"] | None = None,
+    normalize_qk: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
+    r"""The gated delta rule (Gated DeltaNet, Qwen3-Next): the delta rule on a state that decays.
+
+    For each value head, with S [K, V] starting at `initial_state`, token by token
+
+        S <- exp(g_t) S
+        S <- S + beta_t k_t (v_t - S^T k_t)^T
+        o_t = scale S^T q_t
+
+    Args:
+      g: the log of the decay, [B, T, HV], float32 or bfloat16, meant to be <= 0; `gdn_gate` makes it. -1e4 is as good as
+        forgetting all. A positive g is allowed, and lets the state grow by exp(g): nothing is clipped.
+
+    The other arguments and the results are those of `delta_rule`.
+    """
+    return _run(
+        GATED_DELTA_RULE, q, k, v, g, beta, scale, initial_state, segment_ids, normalize_qk, implementation, config
+    )
+
+
+def kda(
+    q: Float[Array, "*B T H K"],
+    k: Float[Array, "*B T H K"],
+    v: Float[Array, "*B T HV V"],
+    g: Float[Array, "*B T HV K"],
+    beta: Float[Array, "*B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "*B HV K V"] | None = None,
+    segment_ids: Int[Array, "*B T"] | None = None,
+    normalize_qk: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
+    r"""Kimi Delta Attention: the delta rule on a state whose every key channel decays at a rate of its own.
+
+    For each value head, with S [K, V] starting at `initial_state`, token by token
+
+        S <- Diag(exp(g_t)) S
+        S <- S + beta_t k_t (v_t - S^T k_t)^T
+        o_t = scale S^T q_t
+
+    Args:
+      g: the logs of the decays, [B, T, HV, K], float32 or bfloat16, meant to be <= 0; `kda_gate` makes them. -1e4 is as
+        good as forgetting the channel. A positive g is allowed, and lets a channel grow by exp(g): nothing is clipped.
+
+    The other arguments and the results are those of `delta_rule`.
+    """
+    return _run(KDA, q, k, v, g, beta, scale, initial_state, segment_ids, normalize_qk, implementation, config)
+
+
+def delta_rule_step(
+    state: Float[Array, "*B HV K V"],
+    q: Float[Array, "*B H K"],
+    k: Float[Array, "*B H K"],
+    v: Float[Array, "*B HV V"],
+    beta: Float[Array, "*B HV"],
+    *,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
+    """One token of `delta_rule`: (state, q_t, k_t, v_t, beta_t) -> (o_t, the state after it). For decoding."""
+    return _run_step(DELTA_RULE, state, q, k, v, None, beta, scale, normalize_qk)
+
+
+def gated_delta_rule_step(
+    state: Float[Array, "*B HV K V"],
+    q: Float[Array, "*B H K"],
+    k: Float[Array, "*B H K"],
+    v: Float[Array, "*B HV V"],
+    g: Float[Array, "*B HV"],
+    beta: Float[Array, "*B HV"],
+    *,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
+    """One token of `gated_delta_rule`: (state, q_t, k_t, v_t, g_t, beta_t) -> (o_t, the state after it). For decoding."""
+    return _run_step(GATED_DELTA_RULE, state, q, k, v, g, beta, scale, normalize_qk)
+
+
+def kda_step(
+    state: Float[Array, "*B HV K V"],
+    q: Float[Array, "*B H K"],
+    k: Float[Array, "*B H K"],
+    v: Float[Array, "*B HV V"],
+    g: Float[Array, "*B HV K"],
+    beta: Float[Array, "*B HV"],
+    *,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
+    """One token of `kda`: (state, q_t, k_t, v_t, g_t, beta_t) -> (o_t, the state after it). For decoding."""
+    return _run_step(KDA, state, q, k, v, g, beta, scale, normalize_qk)
+
+
+def _run(
+    op: Op,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None,
+    initial_state: Any,
+    segment_ids: Any,
+    normalize_qk: bool,
+    implementation: str | None,
+    config: Any,
+) -> tuple[jax.Array, jax.Array]:
+    arrays = _arrays(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    check_arrays(op.name, arrays, time_axis=True)
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids)
+        check_segments(segment_ids, arrays["v"])
+    unbatched = arrays["v"].ndim == 3
+    if unbatched:
+        arrays = {name: array[None] for name, array in arrays.items()}
+        segment_ids = None if segment_ids is None else segment_ids[None]
+    if normalize_qk:
+        arrays |= {"q": normalize(arrays["q"]), "k": normalize(arrays["k"])}
+    b, t, hv, width = arrays["v"].shape
+    depth = arrays["k"].shape[-1]
+    statistics = accumulator(arrays["v"].dtype)
+    state = arrays.get("initial_state", jnp.zeros((b, hv, depth, width), statistics)).astype(statistics)
+    if t == 0:
+        o, final_state = arrays["v"], state
+    else:
+        gate = arrays["g"].astype(statistics) if "g" in arrays else None
+        resets = None if segment_ids is None else segment_starts(segment_ids)
+        o, final_state = op.run(
+            (arrays["q"], arrays["k"], arrays["v"], gate, arrays["beta"].astype(statistics), state, resets),
+            {"scale": depth**-0.5 if scale is None else float(scale)},
+            implementation=implementation,
+            config=config,
+        )
+    return (o[0], final_state[0]) if unbatched else (o, final_state)
+
+
+def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Where the state starts again: at each token whose segment is not that of the token before. Never at the first."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0)))
+
+
+def _run_step(
+    op: Op, state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float | None, normalize_qk: bool
+) -> tuple[jax.Array, jax.Array]:
+    arrays = _arrays(q=q, k=k, v=v, g=g, beta=beta, state=state)
+    check_arrays(f"{op.name}_step", arrays, time_axis=False)
+    unbatched = arrays["v"].ndim == 2
+    if unbatched:
+        arrays = {name: array[None] for name, array in arrays.items()}
+    if normalize_qk:
+        arrays |= {"q": normalize(arrays["q"]), "k": normalize(arrays["k"])}
+    scale = arrays["k"].shape[-1] ** -0.5 if scale is None else float(scale)
+    statistics = accumulator(arrays["v"].dtype)
+    state = arrays["state"].astype(statistics)
+    gate = arrays["g"].astype(statistics) if "g" in arrays else None
+    state, o = _step(
+        state, arrays["q"], arrays["k"], arrays["v"], gate, arrays["beta"].astype(statistics), None, scale=scale
+    )
+    return (o[0], state[0]) if unbatched else (o, state)
+
+
+def _arrays(**given: Any) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(value) for name, value in given.items() if value is not None}

@@ -1,0 +1,124 @@
+"""The named shapes of the delta-rule family: the same ones for its three ops."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.core.case import Case, Draw, Input, Work, normal
+
+OPS = ("delta_rule", "gated_delta_rule", "kda")
+_FLOAT32_BYTES = 4
+
+
+def _unit(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    x = jax.random.normal(key, shape, jnp.float32)
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _beta(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Between 0 and 1, with some of either exactly."""
+    drawn = jax.nn.sigmoid(2 * jax.random.normal(key, shape, jnp.float32))
+    return jnp.where(drawn < 0.05, 0.0, jnp.where(drawn > 0.95, 1.0, drawn))
+
+
+def _log_decay(strength: float) -> Draw:
+    """About -strength; a tenth of them exactly 0, and with a strength over 10 a tenth of them -1e4."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        size, pick = jax.random.split(key)
+        g = -strength * jax.nn.softplus(jax.random.normal(size, shape, jnp.float32))
+        chance = jax.random.uniform(pick, shape)
+        g = jnp.where(chance < 0.1, 0.0, g)
+        return jnp.where((chance > 0.9) & (strength > 10), -1e4, g)
+
+    return draw
+
+
+def _segments(count: int) -> Draw:
+    """About `count` segments, boundaries anywhere."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        starts = jax.random.bernoulli(key, count / shape[-1], shape)
+        return jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
+
+    return draw
+
+
+def _case(
+    op: str,
+    name: str,
+    b: int,
+    t: int,
+    h: int,
+    k: int,
+    v: int,
+    *,
+    hv: int | None = None,
+    gate: float = 0.1,
+    state: bool = False,
+    segments: int = 0,
+    small: bool = False,
+    **options: Any,
+) -> Case:
+    """A case with keys of length 1. FLOPs are of the recurrence: 6 K V a token and head, and thrice that with gradients."""
+    hv = hv or h
+    inputs = {
+        "q": Input((b, t, h, k), normal(k**-0.25)),
+        "k": Input((b, t, h, k), _unit),
+        "v": Input((b, t, hv, v)),
+    }
+    gate_shape = {"delta_rule": None, "gated_delta_rule": (b, t, hv), "kda": (b, t, hv, k)}[op]
+    if gate_shape is not None:
+        inputs["g"] = Input(gate_shape, _log_decay(gate), dtype="float32")
+    inputs["beta"] = Input((b, t, hv), _beta, dtype="float32")
+    if state:
+        inputs["initial_state"] = Input((b, hv, k, v), dtype="float32")
+    if segments:
+        inputs["segment_ids"] = Input((b, t), _segments(segments), dtype="int32", differentiable=False)
+
+    elements = b * t * (2 * h * k + hv * v)  # q, k and v.
+    gates = b * t * hv * (1 + {"delta_rule": 0, "gated_delta_rule": 1, "kda": k}[op])
+    states = b * hv * k * v * (1 + state)
+    flops = 6.0 * b * t * hv * k * v
+
+    def work(itemsize: int) -> Work:
+        return Work(flops, itemsize * (elements + b * t * hv * v) + _FLOAT32_BYTES * (gates + states))
+
+    def work_grad(itemsize: int) -> Work:
+        # Forward as above; backward reads the inputs and do once more, and writes the gradients.
+        backward = itemsize * (2 * elements + b * t * hv * v) + _FLOAT32_BYTES * 2 * (gates + states)
+        return Work(3 * flops, work(itemsize).bytes + backward)
+
+    return Case(
+        op=op,
+        name=name,
+        inputs=inputs,
+        outputs=("o", "final_state"),
+        work=work,
+        work_grad=work_grad,
+        options=options,
+        rounded=("final_state", "d g", "d beta", "d initial_state"),
+        small=small,
+    )
+
+
+def _cases(op: str) -> tuple[Case, ...]:
+    return (
+        _case(op, "short", 1, 5, 1, 16, 16, small=True),
+        _case(op, "odd", 2, 137, 3, 64, 32, state=True, small=True),
+        _case(op, "gva_packed", 1, 150, 2, 32, 48, hv=4, state=True, segments=5, small=True, normalize_qk=True),
+        _case(op, "strong_gate", 1, 100, 2, 64, 64, gate=30.0, state=True, small=True),
+        _case(op, "wide", 1, 70, 1, 128, 256, small=True, scale=1.0),
+        _case(op, "cpu_bench", 1, 4096, 2, 64, 64),
+        _case(op, "d64", 1, 8192, 16, 64, 64),
+        _case(op, "d128", 1, 8192, 16, 128, 128),
+        _case(op, "gva", 1, 8192, 16, 128, 128, hv=32),
+        _case(op, "gva64", 1, 8192, 16, 128, 128, hv=64),
+        _case(op, "h96", 1, 8192, 96, 128, 128),
+        _case(op, "few_heads", 1, 32768, 4, 128, 128),
+        _case(op, "long", 1, 131072, 4, 128, 128),
+    )
+
+
+CASES: tuple[Case, ...] = tuple(case for op in OPS for case in _cases(op))

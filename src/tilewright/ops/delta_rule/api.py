@@ -19,7 +19,7 @@ from tilewright.ops.delta_rule.reference import step as _step
 from tilewright.ops.delta_rule.validation import check_arrays, check_segments
 
 _FAMILY = "tilewright.ops.delta_rule"
-_IMPLEMENTATIONS = ("reference",)
+_IMPLEMENTATIONS = ("xla", "reference")
 
 DELTA_RULE = register(Op(name="delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
 GATED_DELTA_RULE = register(Op(name="gated_delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))

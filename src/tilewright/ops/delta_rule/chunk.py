@@ -1,0 +1,381 @@
+"""One chunk of C tokens of the recurrence, as matrix products: the algebra that `xla` and `pallas_tpu` share.
+
+Let seg_ij = sum of g over j < t <= i, the log of what is left at i of what was written at j, and decay_ij = exp(seg_ij)
+for i >= j, else 0. With the state S before the chunk, for n heads side by side:
+
+    M_ij = scale (q_i . k_j) decay_ij,    L_ij = beta_i (k_i . k_j) decay_ij for i > j
+    R = beta (v - into k S),              U = (I + L)^-1 R
+    o = scale into q S + M U,             S' = across S + (onward k)^T U
+
+where into_i = exp(sum of g to i), onward_j = exp(sum of g after j), across = exp(sum of all g). U holds the corrections
+that the recurrence would write, token by token. A gate a head scales rows of products; a gate a channel (KDA) scales
+the operands, and (q_i . k_j) decay_ij becomes a product over channels of its own.
+
+No sum of gates is a difference of two sums, and no exponent is positive unless a gate is: with gates of -1e4 a
+difference of cumulative sums is off by 1e-3, and exp(-sum) overflows. For one gate a head, g is written as a coarse part,
+a multiple of 1/16, whose sums are exact, and a fine part, whose sums are small (`coarse_and_fine`). For a gate a channel the
+chunk is halved again and again (`_halvings`): for i in the second half of a block and j in its first, seg_ij is the sum
+from the middle to i plus the sum from j to the middle. The middle is before i: no output depends on a later gate.
+
+Packed sequences: `runs` counts the starts inside the chunk. Tokens of different runs do not see each other, only tokens
+of run 0 see S, and S' is of the last run.
+
+(I + L)^-1 is built from inverses of diagonal blocks, twice as large each time: [[A, 0], [B, D]]^-1 has -D^-1 B A^-1 below.
+The Neumann series (I - L)(I + L^2)(I + L^4)... is shorter and wrong: with like keys the powers of L grow as binomial
+coefficients, 1e18 for 64 tokens, and cancel. The gradient does not go through it: U = (I + L)^-1 R has dR = (I + L)^-T dU
+and dL = -dR U^T.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.ops.delta_rule.products import Exactness, dot
+
+_COARSE = 16.0
+# exp(-16384) is 0 in float64 too: a lower gate is this one. Sums of 64 coarse parts are exact to here.
+LOWEST_GATE = -16384.0
+
+
+@dataclass(frozen=True)
+class Gates:
+    """One gate a head: cumulative sums of its two parts inside the chunk, as columns and as rows.
+
+    They are of the same numbers. A kernel gets both, since turning one into the other costs it a transpose.
+    """
+
+    coarse_column: jax.Array  # [C, n]
+    fine_column: jax.Array  # [C, n]
+    coarse_row: jax.Array  # [1, n C]
+    fine_row: jax.Array  # [1, n C]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How many sequences have started in the chunk up to each token."""
+
+    column: jax.Array  # [C, 1] int32
+    row: jax.Array  # [1, n C] int32
+
+
+jax.tree_util.register_dataclass(Gates)
+jax.tree_util.register_dataclass(Runs)
+
+
+@dataclass(frozen=True)
+class Decay:
+    """What is left of what: None is everything, exactly 1."""
+
+    pairs: jax.Array  # [C, n C], 0 above the diagonal
+    into: jax.Array | None  # [C, n]
+    onward: jax.Array | None  # [C, n]
+    across: jax.Array | None  # [1, n]
+
+
+jax.tree_util.register_dataclass(Decay)
+
+
+def coarse_and_fine(g: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Cumulative sums of the two parts of g. Sums of the coarse part are exact; those of the fine part are below C / 32."""
+    coarse = jnp.round(g * _COARSE) / _COARSE
+    return jnp.cumsum(coarse, axis=axis), jnp.cumsum(g - coarse, axis=axis)
+
+
+def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _positions(c: int, n: int) -> tuple[jax.Array, jax.Array]:
+    """The token of each row and of each column of a [C, n C] array."""
+    return _iota((c, n * c), 0), jax.lax.rem(_iota((c, n * c), 1), jnp.int32(c))
+
+
+def spread(column: jax.Array, width: int) -> jax.Array:
+    """[C, n], a number a row and head, over the lanes of each head: [C, n width]."""
+    c, n = column.shape
+    return jnp.concatenate([jnp.broadcast_to(column[:, h : h + 1], (c, width)) for h in range(n)], axis=1)
+
+
+def block_diagonal(x: jax.Array, n: int) -> jax.Array:
+    """[R, n W], n matrices side by side, as the block-diagonal [n R, n W]."""
+    if n == 1:
+        return x
+    rows, columns = x.shape
+    shape = (n * rows, columns)
+    own = _iota(shape, 0) // rows == _iota(shape, 1) // (columns // n)
+    return jnp.where(own, jnp.concatenate([x] * n, axis=0), 0.0)
+
+
+def _of_head(x: jax.Array, head: int, n: int) -> jax.Array:
+    width = x.shape[1] // n
+    return x[:, head * width : (head + 1) * width]
+
+
+# One gate a head.
+
+
+def _same_run(runs: Runs) -> jax.Array:
+    return runs.column == runs.row  # [C, n C]
+
+
+def ungated_decay(c: int, n: int, runs: Runs | None, dtype: Any) -> Decay:
+    i, j = _positions(c, n)
+    if runs is None:
+        return Decay((i >= j).astype(dtype), None, None, None)
+    last = runs.column[c - 1 :, :]  # [1, 1]
+
+    def per_head(column: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(column.astype(dtype), (column.shape[0], n))
+
+    return Decay(
+        ((i >= j) & _same_run(runs)).astype(dtype),
+        per_head(runs.column == 0),
+        per_head(runs.column == last),
+        per_head(last == 0),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def head_decay(g_row: jax.Array, gates: Gates, runs: Runs | None, how: Exactness) -> tuple[jax.Array, ...]:
+    """pairs, into, onward, across of one gate a head, g_row [1, n C].
+
+    Only g_row has a gradient; `gates` are sums of it. dg_t is the sum over everything that passes over t: pairs with
+    j < t <= i, what comes from before the chunk to i >= t, what goes from j < t onward, and what passes across.
+    """
+    del g_row, how
+    c, n = gates.coarse_column.shape
+    i, j = _positions(c, n)
+    visible = i >= j if runs is None else (i >= j) & _same_run(runs)
+    seg = (spread(gates.coarse_column, c) - gates.coarse_row) + (spread(gates.fine_column, c) - gates.fine_row)
+    pairs = jnp.where(visible, jnp.exp(jnp.where(visible, seg, 0.0)), 0.0)
+    into = jnp.exp(gates.coarse_column + gates.fine_column)
+    last_coarse, last_fine = gates.coarse_column[c - 1 :, :], gates.fine_column[c - 1 :, :]  # [1, n]
+    onward = jnp.exp((last_coarse - gates.coarse_column) + (last_fine - gates.fine_column))
+    across = into[c - 1 :, :]
+    if runs is not None:
+        open_ = ungated_decay(c, n, runs, pairs.dtype)
+        into, onward, across = into * open_.into, onward * open_.onward, across * open_.across
+    return pairs, into, onward, across
+
+
+def _keep_head_decay(g_row: jax.Array, gates: Gates, runs: Runs | None, how: Exactness) -> tuple[Any, Any]:
+    decay = head_decay(g_row, gates, runs, how)
+    return decay, (decay, gates, runs)
+
+
+def _pull_head_decay(how: Exactness, saved: Any, d_decay: Any) -> tuple[jax.Array, Any, Any]:
+    (pairs, into, onward, across), gates, runs = saved
+    d_pairs, d_into, d_onward, d_across = d_decay
+    c, n = into.shape
+    i, t = _positions(c, n)
+    strictly = jnp.where(i > t, pairs * d_pairs, 0.0)  # [C, n C]; here t stands for j
+    upper = (_iota((c, c), 0) < _iota((c, c), 1)).astype(pairs.dtype)
+    ones = block_diagonal(jnp.concatenate([upper] * n, axis=1), n)
+    passing = dot(strictly, ones, "nn", how, "b")  # [C, n C]: of row i, the sum over j < t
+    from_before = spread(into * d_into, c)
+    gone_on = spread(onward * d_onward, c)
+    each = jnp.where(i >= t, passing + from_before, gone_on)
+    all_across = spread(across * d_across, c)  # [1, n C]
+    d_g = jnp.sum(each, axis=0, keepdims=True) + all_across
+    return d_g, jax.tree.map(jnp.zeros_like, gates), None if runs is None else jax.tree.map(_no_gradient, runs)
+
+
+def _no_gradient(x: jax.Array) -> Any:
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+head_decay.defvjp(_keep_head_decay, _pull_head_decay)
+
+
+# One gate a key channel.
+
+
+def _halvings(c: int) -> list[int]:
+    """The sizes of the half blocks: C/2, ..., 2, 1."""
+    return [c >> level for level in range(1, c.bit_length())]
+
+
+def _from_the_middle(c: int, half: int, dtype: Any) -> jax.Array:
+    """W [C, C] such that W g is, for i in a second half, the sum from the middle to i; in a first, from i to the middle."""
+    i, t = _positions(c, 1)
+    middle = i // (2 * half) * (2 * half) + half
+    second = i >= middle
+    return jnp.where(second, (t >= middle) & (t <= i), (t > i) & (t < middle)).astype(dtype)
+
+
+def _between_halves(c: int, n: int, half: int) -> jax.Array:
+    i, j = _positions(c, n)
+    return (i // (2 * half) == j // (2 * half)) & (i // half % 2 == 1) & (j // half % 2 == 0)
+
+
+def channel_scores(q: jax.Array, k: jax.Array, g: jax.Array, n: int, how: Exactness) -> tuple[jax.Array, jax.Array]:
+    """sum_d x_id k_jd exp(seg_ijd), [C, n C], for x = q with i >= j and for x = k with i > j. q, k and g are [C, n K]."""
+    c = q.shape[0]
+    i, j = _positions(c, n)
+    own = jnp.concatenate(
+        [jnp.sum(_of_head(q * k, h, n), axis=1, keepdims=True) for h in range(n)], axis=1
+    )  # [C, n]
+    of_q = jnp.where(i == j, spread(own, c), 0.0)
+    of_k = jnp.zeros_like(of_q)
+    for half in _halvings(c):
+        left = jnp.exp(dot(_from_the_middle(c, half, g.dtype), g, "nn", how, "a"))  # [C, n K]
+        k_left = k * left
+        rows = jnp.concatenate([q * left, k_left], axis=0)  # [2 C, n K]
+        both = dot(rows, block_diagonal(k_left, n), "nt", how)  # [2 C, n C]
+        here = _between_halves(c, n, half)
+        of_q = of_q + jnp.where(here, both[:c], 0.0)
+        of_k = of_k + jnp.where(here, both[c:], 0.0)
+    return of_q, of_k
+
+
+# Every gate.
+
+
+def inverse(lower: jax.Array, n: int, how: Exactness) -> jax.Array:
+    """(I + L)^-1 of n strictly lower triangular L side by side, [C, n C]."""
+    c = lower.shape[0]
+    i, j = _positions(c, n)
+    x = (i == j).astype(lower.dtype) - jnp.where(_between_halves(c, n, 1), lower, 0.0)
+    for half in _halvings(c)[-2::-1]:
+        below = jnp.where(_between_halves(c, n, half), lower, 0.0)
+        x = x - dot(dot(x, block_diagonal(below, n), "nn", how), block_diagonal(x, n), "nn", how)
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def solve(lower: jax.Array, inverted: jax.Array, r: jax.Array, n: int, how: Exactness) -> jax.Array:
+    """U with (I + L) U = R, given the inverse. [C, n V]. Gradients go to L and R."""
+    del lower
+    return dot(inverted, block_diagonal(r, n), "nn", how)
+
+
+def _keep_solve(lower: jax.Array, inverted: jax.Array, r: jax.Array, n: int, how: Exactness) -> tuple[Any, Any]:
+    u = solve(lower, inverted, r, n, how)
+    return u, (inverted, u)
+
+
+def _pull_solve(n: int, how: Exactness, saved: Any, d_u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    inverted, u = saved
+    c = u.shape[0]
+    crossed = dot(inverted, d_u, "tn", how)  # [n C, n V], of which the diagonal blocks count
+    d_r = jnp.concatenate([_of_head(crossed[h * c : (h + 1) * c], h, n) for h in range(n)], axis=1)  # [C, n V]
+    i, j = _positions(c, n)
+    d_lower = jnp.where(i > j, -dot(d_r, block_diagonal(u, n), "nt", how), 0.0)  # [C, n C]
+    return d_lower, jnp.zeros_like(inverted), d_r
+
+
+solve.defvjp(_keep_solve, _pull_solve)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens of a chunk, n heads side by side. All float32."""
+
+    q: jax.Array  # [C, n K]
+    k: jax.Array  # [C, n K]
+    v: jax.Array  # [C, n V]
+    beta: jax.Array  # [C, n]
+    g: jax.Array | None  # [C, n K] for a gate a channel, [1, n C] for a gate a head, None for none
+    gates: Gates | None  # Of a gate a head.
+    runs: Runs | None
+
+
+jax.tree_util.register_dataclass(Chunk)
+
+
+def decay_of(chunk: Chunk, how: Exactness) -> Decay | None:
+    """The decays of a gate a head, or of none; None for a gate a channel."""
+    c, n = chunk.beta.shape
+    if chunk.g is None:
+        return ungated_decay(c, n, chunk.runs, chunk.v.dtype)
+    if chunk.gates is not None:
+        return Decay(*head_decay(chunk.g, chunk.gates, chunk.runs, how))
+    return None
+
+
+def scores(chunk: Chunk, decay: Decay | None, *, scale: float, how: Exactness) -> tuple[jax.Array, jax.Array]:
+    """M and L of a chunk, each [C, n C]."""
+    q, k, (c, n) = chunk.q, chunk.k, chunk.beta.shape
+    i, j = _positions(c, n)
+    if decay is not None:
+        both = dot(jnp.concatenate([q, k], axis=0), block_diagonal(k, n), "nt", how, "ab")  # [2 C, n C]
+        of_q, of_k = both[:c] * decay.pairs, both[c:] * decay.pairs
+    else:
+        assert chunk.g is not None
+        of_q, of_k = channel_scores(q, k, chunk.g, n, how)
+        if chunk.runs is not None:
+            same = _same_run(chunk.runs)
+            of_q, of_k = jnp.where(same, of_q, 0.0), jnp.where(same, of_k, 0.0)
+    return scale * of_q, jnp.where(i > j, spread(chunk.beta, c) * of_k, 0.0)
+
+
+def advance(
+    states: tuple[jax.Array, ...],
+    chunk: Chunk,
+    decay: Decay | None,
+    read: jax.Array | None,
+    erase: jax.Array,
+    inverted: jax.Array,
+    *,
+    scale: float,
+    how: Exactness,
+) -> tuple[jax.Array | None, tuple[jax.Array, ...]]:
+    """The outputs [C, n V] and the states after the chunk, from the n states [K, V] before it, M, L and (I + L)^-1.
+
+    Without M there are no outputs.
+    """
+    c, n = chunk.beta.shape
+    width = chunk.v.shape[1] // n
+    q, k, written, narrow = chunk.q, chunk.k, chunk.k, "a"
+    across: list[Any] = [None] * n
+    if decay is None:
+        assert chunk.g is not None
+        q, k, written, across = _channel_passage(chunk, n, width, how)
+        narrow = ""
+    elif decay.across is not None:
+        across = [decay.across[:, h : h + 1] for h in range(n)]
+
+    asked = k if read is None else jnp.concatenate([q, k], axis=0)  # [C or 2 C, n K]
+    found = jnp.concatenate(
+        [dot(_of_head(asked, h, n), states[h], "nn", how, narrow) for h in range(n)], axis=1
+    )  # [C or 2 C, n V]
+    of_k = found[-c:]
+    if decay is not None and decay.into is not None:
+        of_k = spread(decay.into, width) * of_k
+    corrections = solve(erase, inverted, spread(chunk.beta, width) * (chunk.v - of_k), n, how)  # [C, n V]
+    o = None
+    if read is not None:
+        of_q = scale * found[:c]
+        if decay is not None and decay.into is not None:
+            of_q = spread(decay.into, width) * of_q
+        o = of_q + dot(read, block_diagonal(corrections, n), "nn", how, "d")
+    if decay is not None and decay.onward is not None:
+        corrections = spread(decay.onward, width) * corrections
+    after = []
+    for h, (state, kept) in enumerate(zip(states, across, strict=True)):
+        update = dot(_of_head(written, h, n), _of_head(corrections, h, n), "tn", how, narrow)  # [K, V]
+        after.append((state if kept is None else kept * state) + update)
+    return o, tuple(after)
+
+
+def _channel_passage(
+    chunk: Chunk, n: int, width: int, how: Exactness
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
+    """For a gate a channel: q and k as the state before the chunk meets them, k as the state after it does, and `across`."""
+    c, g = chunk.q.shape[0], chunk.g
+    assert g is not None
+    i, t = _positions(c, 1)
+    into = jnp.exp(dot((t <= i).astype(g.dtype), g, "nn", how, "a"))  # [C, n K]
+    onward = jnp.exp(dot((t > i).astype(g.dtype), g, "nn", how, "a"))  # [C, n K]
+    every = jnp.ones((c, width), g.dtype)
+    across = [jnp.exp(dot(_of_head(g, h, n), every, "tn", how, "b")) for h in range(n)]  # each [K, V], alike along V
+    if chunk.runs is not None:
+        last = chunk.runs.column[c - 1 :, :]  # [1, 1]
+        into = jnp.where(chunk.runs.column == 0, into, 0.0)
+        onward = jnp.where(chunk.runs.column == last, onward, 0.0)
+        across = [jnp.where(last == 0, kept, 0.0) for kept in across]
+    return chunk.q * into, chunk.k * into, chunk.k * onward, across

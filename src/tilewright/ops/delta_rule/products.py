@@ -1,0 +1,79 @@
+"""Matrix products of a chunk, and how exact they are.
+
+A chunk's operands are float32, but on bfloat16 inputs a matrix unit is to multiply bfloat16. `Exactness.SPLIT` writes a
+float32 operand as a sum of two bfloat16 ones, x = hi + lo, and multiplies hi hi + lo hi + hi lo: sixteen bits of either
+operand, where bfloat16 alone has eight. An operand that holds bfloat16 values already (a query, a key) needs no lo. The
+terms are laid side by side along the axis that is summed over, so a unit 256 deep does two terms of depth 128 at once.
+"""
+
+import enum
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Form = Literal["nn", "nt", "tn"]
+"""a b, a b^T, or a^T b."""
+
+LANES = 128
+_CONTRACT = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
+
+
+class Exactness(enum.Enum):
+    """How products of float32 operands are made."""
+
+    HIGHEST = "as float32"
+    HIGH = "as three products of bfloat16, by XLA"
+    SPLIT = "as up to three products of bfloat16, laid side by side"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def dot(a: jax.Array, b: jax.Array, form: Form, how: Exactness, narrow: str = "") -> jax.Array:
+    """A product of two matrices, by `form`. `narrow` names what holds bfloat16 values on bfloat16 inputs.
+
+    It is made of the letters a, b, and d for the gradient of the result.
+    """
+    return _product(a, b, form, how, "a" in narrow, "b" in narrow)
+
+
+def _keep(a: jax.Array, b: jax.Array, form: Form, how: Exactness, narrow: str) -> tuple[jax.Array, Any]:
+    return dot(a, b, form, how, narrow), (a, b)
+
+
+def _pull(form: Form, how: Exactness, narrow: str, saved: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a, b = saved
+    a_is, b_is, d_is = (letter in narrow for letter in "abd")
+    if form == "nn":
+        return _product(d, b, "nt", how, d_is, b_is), _product(a, d, "tn", how, a_is, d_is)
+    if form == "nt":
+        return _product(d, b, "nn", how, d_is, b_is), _product(d, a, "tn", how, d_is, a_is)
+    return _product(b, d, "nt", how, b_is, d_is), _product(a, d, "nn", how, a_is, d_is)
+
+
+dot.defvjp(_keep, _pull)
+
+
+def _product(a: jax.Array, b: jax.Array, form: Form, how: Exactness, a_narrow: bool, b_narrow: bool) -> jax.Array:
+    axes = _CONTRACT[form]
+    dimensions = (((axes[0],), (axes[1],)), ((), ()))
+    if how is not Exactness.SPLIT:
+        precision = jax.lax.Precision.HIGHEST if how is Exactness.HIGHEST else jax.lax.Precision.HIGH
+        return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=a.dtype)
+    a_hi, a_lo = _split(a, a_narrow)
+    b_hi, b_lo = _split(b, b_narrow)
+    terms = [(a_hi, b_hi)]
+    if a_lo is not None:
+        terms.append((a_lo, b_hi))
+    if b_lo is not None:
+        terms.append((a_hi, b_lo))
+    # Side by side only where that moves nothing between lanes.
+    if a.shape[axes[0]] % LANES == 0 and len(terms) > 1:
+        terms = [tuple(jnp.concatenate(side, axis=axis) for side, axis in zip(zip(*terms, strict=True), axes, strict=True))]
+    products = [jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32) for x, y in terms]
+    return functools.reduce(jnp.add, products)
+
+
+def _split(x: jax.Array, narrow: bool) -> tuple[jax.Array, jax.Array | None]:
+    hi = x.astype(jnp.bfloat16)
+    return hi, None if narrow else (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)

@@ -19,7 +19,7 @@ from tilewright.ops.delta_rule.reference import step as _step
 from tilewright.ops.delta_rule.validation import check_arrays, check_segments
 
 _FAMILY = "tilewright.ops.delta_rule"
-_IMPLEMENTATIONS = ("xla", "reference")
+_IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 
 DELTA_RULE = register(Op(name="delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
 GATED_DELTA_RULE = register(Op(name="gated_delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
@@ -90,9 +90,8 @@ def gated_delta_rule(
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-    Args:
-      g: the log of the decay, [B, T, HV], float32 or bfloat16, meant to be <= 0; `gdn_gate` makes it. -1e4 is as good as
-        forgetting all. A positive g is allowed, and lets the state grow by exp(g): nothing is clipped.
+    g, the log of the decay, is [B, T, HV], float32 or bfloat16, and meant to be <= 0; `gdn_gate` makes it. -1e4 is as good
+    as forgetting all. A positive g is allowed, and lets the state grow by exp(g): nothing is clipped.
 
     The other arguments and the results are those of `delta_rule`.
     """
@@ -123,9 +122,8 @@ def kda(
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-    Args:
-      g: the logs of the decays, [B, T, HV, K], float32 or bfloat16, meant to be <= 0; `kda_gate` makes them. -1e4 is as
-        good as forgetting the channel. A positive g is allowed, and lets a channel grow by exp(g): nothing is clipped.
+    g, the logs of the decays, is [B, T, HV, K], float32 or bfloat16, and meant to be <= 0; `kda_gate` makes it. -1e4 is as
+    good as forgetting the channel. A positive g is allowed, and lets a channel grow by exp(g): nothing is clipped.
 
     The other arguments and the results are those of `delta_rule`.
     """
@@ -235,12 +233,12 @@ def _run_step(
         arrays = {name: array[None] for name, array in arrays.items()}
     if normalize_qk:
         arrays |= {"q": normalize(arrays["q"]), "k": normalize(arrays["k"])}
-    scale = arrays["k"].shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = arrays["k"].shape[-1] ** -0.5 if scale is None else float(scale)
     statistics = accumulator(arrays["v"].dtype)
     state = arrays["state"].astype(statistics)
     gate = arrays["g"].astype(statistics) if "g" in arrays else None
     state, o = _step(
-        state, arrays["q"], arrays["k"], arrays["v"], gate, arrays["beta"].astype(statistics), None, scale=scale
+        state, arrays["q"], arrays["k"], arrays["v"], gate, arrays["beta"].astype(statistics), None, scale=factor
     )
     return (o[0], state[0]) if unbatched else (o, state)
 

@@ -11,11 +11,11 @@ where into_i = exp(sum of g to i), onward_j = exp(sum of g after j), across = ex
 that the recurrence would write, token by token. A gate a head scales rows of products; a gate a channel (KDA) scales
 the operands, and (q_i . k_j) decay_ij becomes a product over channels of its own.
 
-No sum of gates is a difference of two sums, and no exponent is positive unless a gate is: with gates of -1e4 a
-difference of cumulative sums is off by 1e-3, and exp(-sum) overflows. For one gate a head, g is written as a coarse part,
-a multiple of 1/16, whose sums are exact, and a fine part, whose sums are small (`coarse_and_fine`). For a gate a channel the
-chunk is halved again and again (`_halvings`): for i in the second half of a block and j in its first, seg_ij is the sum
-from the middle to i plus the sum from j to the middle. The middle is before i: no output depends on a later gate.
+No exponent is positive unless a gate is, and none is a difference of two inexact sums: with gates of -1e4 such a difference
+is off by 1e-3, and exp(-sum) overflows. For one gate a head, g is written as a coarse part, a multiple of 1/16, whose sums
+are exact, and a fine part, whose sums are small (`coarse_and_fine`). For a gate a channel the chunk is halved again and
+again (`_halvings`): for i in the second half of a block and j in its first, seg_ij is the sum from the middle to i plus the
+sum from j to the middle. The middle is before i: no output depends on a later gate.
 
 Packed sequences: `runs` counts the starts inside the chunk. Tokens of different runs do not see each other, only tokens
 of run 0 see S, and S' is of the last run.
@@ -89,9 +89,14 @@ def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
+def _which(position: jax.Array, size: int) -> jax.Array:
+    """The block of `size`, a power of two, that a position is in. A shift: `//` would look at signs."""
+    return jnp.right_shift(position, size.bit_length() - 1)
+
+
 def _positions(c: int, n: int) -> tuple[jax.Array, jax.Array]:
     """The token of each row and of each column of a [C, n C] array."""
-    return _iota((c, n * c), 0), jax.lax.rem(_iota((c, n * c), 1), jnp.int32(c))
+    return _iota((c, n * c), 0), _iota((c, n * c), 1) & (c - 1)
 
 
 def spread(column: jax.Array, width: int) -> jax.Array:
@@ -106,7 +111,7 @@ def block_diagonal(x: jax.Array, n: int) -> jax.Array:
         return x
     rows, columns = x.shape
     shape = (n * rows, columns)
-    own = _iota(shape, 0) // rows == _iota(shape, 1) // (columns // n)
+    own = _which(_iota(shape, 0), rows) == _which(_iota(shape, 1), columns // n)
     return jnp.where(own, jnp.concatenate([x] * n, axis=0), 0.0)
 
 
@@ -122,21 +127,22 @@ def _same_run(runs: Runs) -> jax.Array:
     return runs.column == runs.row  # [C, n C]
 
 
-def ungated_decay(c: int, n: int, runs: Runs | None, dtype: Any) -> Decay:
-    i, j = _positions(c, n)
-    if runs is None:
-        return Decay((i >= j).astype(dtype), None, None, None)
+def _run_masks(runs: Runs, n: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """1 or 0: whether a token sees the state before the chunk, whether the state after it sees the token, or the state."""
+    c = runs.column.shape[0]
     last = runs.column[c - 1 :, :]  # [1, 1]
 
     def per_head(column: jax.Array) -> jax.Array:
         return jnp.broadcast_to(column.astype(dtype), (column.shape[0], n))
 
-    return Decay(
-        ((i >= j) & _same_run(runs)).astype(dtype),
-        per_head(runs.column == 0),
-        per_head(runs.column == last),
-        per_head(last == 0),
-    )
+    return per_head(runs.column == 0), per_head(runs.column == last), per_head(last == 0)
+
+
+def ungated_decay(c: int, n: int, runs: Runs | None, dtype: Any) -> Decay:
+    i, j = _positions(c, n)
+    if runs is None:
+        return Decay((i >= j).astype(dtype), None, None, None)
+    return Decay(((i >= j) & _same_run(runs)).astype(dtype), *_run_masks(runs, n, dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -157,8 +163,8 @@ def head_decay(g_row: jax.Array, gates: Gates, runs: Runs | None, how: Exactness
     onward = jnp.exp((last_coarse - gates.coarse_column) + (last_fine - gates.fine_column))
     across = into[c - 1 :, :]
     if runs is not None:
-        open_ = ungated_decay(c, n, runs, pairs.dtype)
-        into, onward, across = into * open_.into, onward * open_.onward, across * open_.across
+        same_into, same_onward, same_across = _run_masks(runs, n, pairs.dtype)
+        into, onward, across = into * same_into, onward * same_onward, across * same_across
     return pairs, into, onward, across
 
 
@@ -202,23 +208,21 @@ def _halvings(c: int) -> list[int]:
 def _from_the_middle(c: int, half: int, dtype: Any) -> jax.Array:
     """W [C, C] such that W g is, for i in a second half, the sum from the middle to i; in a first, from i to the middle."""
     i, t = _positions(c, 1)
-    middle = i // (2 * half) * (2 * half) + half
+    middle = _which(i, 2 * half) * (2 * half) + half
     second = i >= middle
     return jnp.where(second, (t >= middle) & (t <= i), (t > i) & (t < middle)).astype(dtype)
 
 
 def _between_halves(c: int, n: int, half: int) -> jax.Array:
     i, j = _positions(c, n)
-    return (i // (2 * half) == j // (2 * half)) & (i // half % 2 == 1) & (j // half % 2 == 0)
+    return (_which(i, 2 * half) == _which(j, 2 * half)) & (i & half != 0) & (j & half == 0)
 
 
 def channel_scores(q: jax.Array, k: jax.Array, g: jax.Array, n: int, how: Exactness) -> tuple[jax.Array, jax.Array]:
     """sum_d x_id k_jd exp(seg_ijd), [C, n C], for x = q with i >= j and for x = k with i > j. q, k and g are [C, n K]."""
     c = q.shape[0]
     i, j = _positions(c, n)
-    own = jnp.concatenate(
-        [jnp.sum(_of_head(q * k, h, n), axis=1, keepdims=True) for h in range(n)], axis=1
-    )  # [C, n]
+    own = jnp.concatenate([jnp.sum(_of_head(q * k, h, n), axis=1, keepdims=True) for h in range(n)], axis=1)  # [C, n]
     of_q = jnp.where(i == j, spread(own, c), 0.0)
     of_k = jnp.zeros_like(of_q)
     for half in _halvings(c):
@@ -323,7 +327,7 @@ def advance(
     *,
     scale: float,
     how: Exactness,
-) -> tuple[jax.Array | None, tuple[jax.Array, ...]]:
+) -> tuple[Any, tuple[jax.Array, ...]]:
     """The outputs [C, n V] and the states after the chunk, from the n states [K, V] before it, M, L and (I + L)^-1.
 
     Without M there are no outputs.
@@ -365,7 +369,7 @@ def advance(
 def _channel_passage(
     chunk: Chunk, n: int, width: int, how: Exactness
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
-    """For a gate a channel: q and k as the state before the chunk meets them, k as the state after it does, and `across`."""
+    """For a gate a channel: q and k as the state before the chunk meets them, k as that after it does, and `across`."""
     c, g = chunk.q.shape[0], chunk.g
     assert g is not None
     i, t = _positions(c, 1)

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from tilewright.ops.delta_rule.config import LANES
+
 Form = Literal["nn", "nt", "tn"]
 """a b, a b^T, or a^T b."""
 
-LANES = 128
 _CONTRACT = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
 
@@ -69,7 +70,9 @@ def _product(a: jax.Array, b: jax.Array, form: Form, how: Exactness, a_narrow: b
         terms.append((a_hi, b_lo))
     # Side by side only where that moves nothing between lanes.
     if a.shape[axes[0]] % LANES == 0 and len(terms) > 1:
-        terms = [tuple(jnp.concatenate(side, axis=axis) for side, axis in zip(zip(*terms, strict=True), axes, strict=True))]
+        terms = [
+            tuple(jnp.concatenate(side, axis=axis) for side, axis in zip(zip(*terms, strict=True), axes, strict=True))
+        ]
     products = [jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32) for x, y in terms]
     return functools.reduce(jnp.add, products)
 

@@ -72,7 +72,9 @@ def _check_gate(op: str, g: jax.Array, per_head: list[int], depth: int, token: s
                 f"jnp.broadcast_to(g[..., None], {tuple(per_channel)})"
             )
         if list(g.shape) != per_channel:
-            raise ValueError(f"g is {shown(g)}; it must be [B, {token}HV, K] = {per_channel}, a log-decay for each channel")
+            raise ValueError(
+                f"g is {shown(g)}; it must be [B, {token}HV, K] = {per_channel}, a log-decay for each channel"
+            )
     else:
         if list(g.shape) == per_channel:
             raise ValueError(
@@ -80,7 +82,9 @@ def _check_gate(op: str, g: jax.Array, per_head: list[int], depth: int, token: s
                 f"[B, {token}HV] = {per_head}: use kda with this g"
             )
         if list(g.shape) != per_head:
-            raise ValueError(f"g is {shown(g)}; it must be [B, {token}HV] = {per_head}, a log-decay for each value head")
+            raise ValueError(
+                f"g is {shown(g)}; it must be [B, {token}HV] = {per_head}, a log-decay for each value head"
+            )
     _check_floating("g", g)
 
 
@@ -107,7 +111,9 @@ def check_segments(segment_ids: jax.Array, v: jax.Array) -> None:
             f"pass segment_ids.astype(jnp.int32)"
         )
     if segment_ids.shape != v.shape[:-2]:
-        raise ValueError(f"segment_ids is {shown(segment_ids)}; it must be [B, T] = {list(v.shape[:-2])}, one id a token")
+        raise ValueError(
+            f"segment_ids is {shown(segment_ids)}; it must be [B, T] = {list(v.shape[:-2])}, one id a token"
+        )
 
 
 def shown(array: jax.Array) -> str:

@@ -137,7 +137,12 @@ def _block(state: jax.Array, tokens: Any, *, scale: float, dtype: Any, on_cpu: b
     over_heads = jax.vmap(over_groups, in_axes=(0, 0, 0, 0, 0, 0, None))
     over_batch = jax.vmap(over_heads)
     state, o = over_batch(
-        state, q[:, :, 0].astype(wide), k[:, :, 0].astype(wide), v.astype(wide), g, beta,
+        state,
+        q[:, :, 0].astype(wide),
+        k[:, :, 0].astype(wide),
+        v.astype(wide),
+        g,
+        beta,
         None if starts is None else starts[:, 0, 0],
     )
     return state, o.astype(dtype)
@@ -190,14 +195,18 @@ def _backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tupl
     d_o, d_state = cotangents
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
-    q_blocks, k_blocks, v_blocks, g_blocks, beta_blocks, start_blocks = _in_blocks(q, k, v, g, beta, resets, launch.config)
+    q_blocks, k_blocks, v_blocks, g_blocks, beta_blocks, start_blocks = _in_blocks(
+        q, k, v, g, beta, resets, launch.config
+    )
     d_o_blocks = _blocks(_pad_time(d_o, _padded_length(t, launch.config)), h, launch.config)
 
     def step(d_state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
         state, q, k, v, g, beta, starts, d_o = block
 
         def forward(state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
-            return _block(state, (q, k, v, g, beta, starts), scale=scale, dtype=v.dtype, on_cpu=launch.chip.platform == "cpu")
+            return _block(
+                state, (q, k, v, g, beta, starts), scale=scale, dtype=v.dtype, on_cpu=launch.chip.platform == "cpu"
+            )
 
         _, pull = jax.vjp(forward, state, q, k, v, g, beta)
         d_before, *d_tokens = pull((d_state, d_o))

@@ -1,0 +1,445 @@
+"""The delta-rule family: the contract for its three ops, and what is its own: states, segments, causality, gates, steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+import tilewright
+from tests.ops.contract import OpContract, able_to_run
+from tilewright.core.dispatch import find_op
+from tilewright.core.numerics import discrepancy
+from tilewright.ops.delta_rule.cases import OPS, _case
+from tilewright.ops.delta_rule.config import PallasTpuConfig, XlaConfig
+from tilewright.workbench.bench import Timing, bench_case
+from tilewright.workbench.check import CaseCheck, call, call_with_gradients
+
+IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+every_op = pytest.mark.parametrize("op", OPS)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+GATED = ("gated_delta_rule", "kda")
+MIB = 2**20
+
+
+class TestDeltaRule(OpContract):
+    op_name = "delta_rule"
+
+
+class TestGatedDeltaRule(OpContract):
+    op_name = "gated_delta_rule"
+
+
+class TestKda(OpContract):
+    op_name = "kda"
+
+
+def draw(op: str, t: int = 40, *, b: int = 1, h: int = 1, hv: int = 2, k: int = 16, v: int = 16, seed: int = 0, **more):
+    """Arguments of `op`, a state among them."""
+    arrays = _case(op, "drawn", b, t, h, k, v, hv=hv, state=True, **more).draw("float32", seed)
+    # Heavier gates than a trained layer has, so that there is something to get wrong.
+    if "g" in arrays:
+        arrays["g"] = arrays["g"] * 3
+    return arrays
+
+
+def run(op: str, arrays, implementation: str | None = None, **options):
+    with able_to_run(implementation or "xla", plain=True):
+        return find_op(op).function(**arrays, implementation=implementation, **options)
+
+
+def over_time(arrays, part: slice, state=None):
+    """The tokens of `part`, from `state`."""
+    cut = {name: array if name == "initial_state" else array[:, part] for name, array in arrays.items()}
+    return cut if state is None else cut | {"initial_state": state}
+
+
+def close(got, want, tolerance: float = 2e-6) -> None:
+    error = discrepancy(got, want)
+    assert error.not_finite == 0
+    assert error.max_abs <= tolerance * max(error.scale, 1e-30), error
+
+
+# States, segments, batch.
+
+
+@every_op
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@pytest.mark.parametrize("split", [1, 13, 32])
+def test_two_calls_chained_through_the_state_are_one(op: str, implementation: str, split: int) -> None:
+    arrays = draw(op)
+    o, state = run(op, arrays, implementation)
+    first, between = run(op, over_time(arrays, slice(0, split)), implementation)
+    second, last = run(op, over_time(arrays, slice(split, None), between), implementation)
+    close(jnp.concatenate([first, second], axis=1), o)
+    close(last, state)
+
+
+@every_op
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+def test_packed_segments_are_separate_calls(op: str, implementation: str) -> None:
+    """Boundaries anywhere: a segment of one token, one that ends a chunk, one that spans chunks. Gradients too."""
+    arrays, bounds = draw(op, 75), [0, 1, 16, 17, 60, 75]
+    ids = np.zeros((1, 75), np.int32)
+    # The same id may come again later, and is another segment.
+    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        ids[:, start:end] = number % 2
+    cotangent = jax.random.normal(jax.random.key(7), arrays["v"].shape)
+
+    def packed(arrays):
+        o, state = run(op, arrays, implementation, segment_ids=jnp.asarray(ids))
+        return jnp.sum(o * cotangent) + jnp.sum(state**2), (o, state)
+
+    def separate(arrays):
+        state, outputs = arrays["initial_state"], []
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            o, after = run(op, over_time(arrays, slice(start, end), state), "reference")
+            outputs.append(o)
+            state = jnp.zeros_like(state)
+        o = jnp.concatenate(outputs, axis=1)
+        return jnp.sum(o * cotangent) + jnp.sum(after**2), (o, after)
+
+    gradients, (o, state) = jax.grad(packed, has_aux=True)(arrays)
+    want_gradients, (want_o, want_state) = jax.grad(separate, has_aux=True)(arrays)
+    close(o, want_o)
+    close(state, want_state)
+    for name, gradient in gradients.items():
+        close(gradient, want_gradients[name], 4e-6)
+
+
+@every_op
+@every_implementation
+def test_a_row_does_not_depend_on_the_rest_of_the_batch(op: str, implementation: str) -> None:
+    arrays = draw(op, b=3)
+    o, state = run(op, arrays, implementation)
+    alone_o, alone_state = run(op, {name: array[1:2] for name, array in arrays.items()}, implementation)
+    np.testing.assert_array_equal(o[1:2], alone_o)
+    np.testing.assert_array_equal(state[1:2], alone_state)
+
+
+@every_op
+@every_implementation
+def test_nothing_later_changes_what_was(op: str, implementation: str) -> None:
+    """To the bit, with gates as strong as they come."""
+    arrays, t = draw(op, 75), 37
+    if "g" in arrays:
+        arrays["g"] = arrays["g"].at[:, 20].set(-1e4).at[:, 38].set(0.0)
+    other = draw(op, 75, seed=1)
+    if "g" in other:
+        other["g"] = other["g"].at[:, t + 1 :: 2].set(-1e4)
+    mixed = {
+        name: array
+        if name == "initial_state"
+        else jnp.concatenate([array[:, : t + 1], other[name][:, t + 1 :]], axis=1)
+        for name, array in arrays.items()
+    }
+    o, _ = run(op, arrays, implementation)
+    changed, _ = run(op, mixed, implementation)
+    np.testing.assert_array_equal(o[:, : t + 1], changed[:, : t + 1])
+    assert not np.array_equal(o[:, t + 1 :], changed[:, t + 1 :])
+
+
+@every_op
+@every_implementation
+def test_unbatched_inputs(op: str, implementation: str) -> None:
+    arrays = draw(op)
+    o, state = run(op, arrays, implementation)
+    alone_o, alone_state = run(op, {name: array[0] for name, array in arrays.items()}, implementation)
+    np.testing.assert_array_equal(alone_o, o[0])
+    np.testing.assert_array_equal(alone_state, state[0])
+
+
+@every_op
+def test_no_tokens_leave_the_state_as_it_is(op: str) -> None:
+    arrays = over_time(draw(op), slice(0, 0))
+    o, state = run(op, arrays)
+    assert o.shape == (1, 0, 2, 16)
+    np.testing.assert_array_equal(state, arrays["initial_state"])
+
+
+# Gates.
+
+
+@pytest.mark.parametrize("op", GATED)
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@pytest.mark.parametrize("lowest", [-1e4, -np.inf])
+def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: str, lowest: float) -> None:
+    """The tokens around it are as exact as without it: no sum of gates drowns the small ones."""
+    arrays = draw(op, 75)
+    arrays["g"] = arrays["g"].at[:, [3, 30, 31, 64]].set(lowest).at[:, 40:50].set(0.0)
+    arrays["beta"] = arrays["beta"].at[:, 5].set(0.0).at[:, 6].set(1.0)
+    case = _case(op, "drawn", 1, 75, 1, 16, 16, hv=2, state=True)
+    cotangents = (jnp.ones_like(arrays["v"]), jnp.ones_like(arrays["initial_state"]))
+    results = {}
+    for name in (implementation, "reference"):
+        with able_to_run(name, plain=True):
+            results[name] = call_with_gradients(call(find_op(op), case, name), case)(arrays, cotangents)
+    for quantity, want in results["reference"].items():
+        close(results[implementation][quantity], want, 4e-6)
+
+
+@pytest.mark.parametrize("op", GATED)
+def test_a_positive_gate_lets_the_state_grow(op: str) -> None:
+    arrays = draw(op)
+    arrays["g"] = jnp.abs(arrays["g"]) * 0.2
+    o, state = run(op, arrays, "xla")
+    want_o, want_state = run(op, arrays, "reference")
+    assert float(jnp.max(jnp.abs(want_state))) > float(jnp.max(jnp.abs(arrays["initial_state"])))
+    close(o, want_o, 2e-5)
+    close(state, want_state, 2e-5)
+
+
+def test_like_keys_do_not_break_the_inverse() -> None:
+    """One key 64 times with beta 1: a Neumann series of the chunk's matrix has terms of 1e18 here."""
+    arrays = draw("delta_rule", 64)
+    arrays["k"] = jnp.broadcast_to(arrays["k"][:, :1], arrays["k"].shape)
+    arrays["beta"] = jnp.ones_like(arrays["beta"])
+    for implementation in ("pallas_tpu", "xla"):
+        o, _ = run("delta_rule", arrays, implementation)
+        close(o, run("delta_rule", arrays, "reference")[0])
+
+
+def test_gates_from_raw_inputs() -> None:
+    a = jnp.asarray([[-3.0, 0.0, 40.0]])
+    A_log, dt_bias = jnp.asarray([0.0, 1.0, -1.0]), jnp.asarray([0.5, -0.5, 0.0])
+    want = -np.exp(A_log) * np.log1p(np.exp(np.float64(a + dt_bias[None])))
+    np.testing.assert_allclose(tilewright.gdn_gate(a, A_log, dt_bias), want, rtol=1e-6)
+    x = jnp.stack([a, -a], axis=-1)  # [1, 3, 2]
+    bias = jnp.stack([dt_bias, dt_bias], axis=-1)
+    got = tilewright.kda_gate(x, A_log, bias)
+    np.testing.assert_allclose(got[..., 0], want, rtol=1e-6)
+    bounded = tilewright.kda_gate(x, A_log, bias, lower_bound=-5.0)
+    rate = np.exp(A_log)[None, :, None]
+    np.testing.assert_allclose(bounded, -5.0 / (1 + np.exp(-rate * (x + bias[None]))), rtol=1e-6)
+    assert np.all(bounded >= -5.0)
+
+
+# Steps.
+
+
+@every_op
+def test_steps_are_the_sequence(op: str) -> None:
+    arrays = draw(op, 9, b=2)
+    o, final = run(op, arrays, "xla", normalize_qk=True)
+    step, state, outputs = getattr(tilewright, f"{op}_step"), arrays["initial_state"], []
+    for t in range(9):
+        token = {name: array[:, t] for name, array in arrays.items() if name != "initial_state"}
+        o_t, state = step(state, **token, normalize_qk=True)
+        outputs.append(o_t)
+    close(jnp.stack(outputs, axis=1), o)
+    close(state, final)
+    alone, _ = step(state[0], **{name: array[0, 3] for name, array in arrays.items() if name != "initial_state"})
+    assert alone.shape == (2, 16)
+
+
+@every_op
+def test_a_step_has_gradients(op: str) -> None:
+    arrays = draw(op, 1)
+    step = getattr(tilewright, f"{op}_step")
+    token = {name: array[:, 0] for name, array in arrays.items() if name != "initial_state"}
+
+    def by_step(state, token):
+        o, after = step(state, **token)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(after))
+
+    def by_sequence(state, token):
+        o, after = run(op, {name: x[:, None] for name, x in token.items()} | {"initial_state": state}, "xla")
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(after))
+
+    got, want = (jax.grad(f, (0, 1))(arrays["initial_state"], token) for f in (by_step, by_sequence))
+    jax.tree.map(close, got, want)
+
+
+# Exactness.
+
+
+@every_op
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+def test_bfloat16_is_as_good_as_a_recurrence_that_rounds_its_output_alone(op: str, implementation: str) -> None:
+    """The recurrence in float32 on the same bfloat16 inputs, rounded at the end: its error is one rounding.
+
+    Outputs and gradients in bfloat16 are within twice that, and float32 states and gradients within 1e-4.
+    """
+    held = CaseCheck(find_op(op), _case(op, "drawn", 1, 75, 1, 32, 32, hv=2, state=True), "bfloat16")
+    with able_to_run(implementation, plain=True):
+        results = held.check(implementation)
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+        if result.quantity in held.case.rounded:
+            assert result.verdict.error.relative < 1e-4, f"{result.quantity}: {result.verdict}"
+
+
+TINY_BLOCKS = {"pallas_tpu": PallasTpuConfig(16, 2, 2), "xla": XlaConfig(8, 3)}
+
+
+@every_op
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(
+    t=st.integers(1, 100),
+    heads=st.sampled_from([(1, 2), (2, 2), (1, 4)]),
+    k=st.integers(16, 40),
+    v=st.integers(16, 40),
+    segments=st.integers(0, 6),
+)
+def test_any_shape_through_many_blocks(op: str, implementation: str, t, heads, k, v, segments) -> None:
+    h, hv = heads
+    case = _case(op, "drawn", 1, t, h, k, v, hv=hv, state=True, segments=segments, gate=1.0)
+    held = CaseCheck(find_op(op), case, "float32")
+    with able_to_run(implementation, plain=True):
+        results = held.check(implementation, TINY_BLOCKS[implementation])
+    for result in results:
+        assert result.verdict.error.not_finite == 0
+        assert result.verdict.error.relative < 5e-6, f"{result.quantity}: {result.verdict}"
+
+
+def test_wide_heads_in_the_kernel() -> None:
+    arrays = draw("gated_delta_rule", 20, hv=1, k=256, v=256)
+    o, state = run("gated_delta_rule", arrays, "pallas_tpu")
+    want_o, want_state = run("gated_delta_rule", arrays, "reference")
+    close(o, want_o)
+    close(state, want_state)
+
+
+# Memory and speed.
+
+
+@every_op
+def test_memory_beyond_the_results_does_not_grow_with_the_states(op: str) -> None:
+    """Value and gradients of 8,192 tokens compile to less than a tenth of the 2 GiB that a state a token would be."""
+
+    def temporary(t: int) -> int:
+        case = _case(op, "drawn", 1, t, 4, 128, 128)
+        record = bench_case(find_op(op), case, "xla", "bfloat16", "forward+backward", Timing(run=False))
+        taken = record.metrics["temp_bytes"]
+        assert isinstance(taken, int)
+        return taken
+
+    assert temporary(8192) < 200 * MIB
+
+
+# Under transformations.
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+def test_sharded_over_batch_and_heads(implementation: str, cpu_devices) -> None:
+    arrays = draw("gated_delta_rule", b=2, h=2, hv=2)
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2, devices=cpu_devices[:4])
+    spec = PartitionSpec("b", None, "h")
+    specs = {name: PartitionSpec("b", "h") if name == "initial_state" else spec for name in arrays}
+
+    def loss(arrays):
+        o, state = run("gated_delta_rule", arrays, implementation)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state))
+
+    def sharded(arrays):
+        def local(arrays):
+            o, state = run("gated_delta_rule", arrays, implementation)
+            return jax.lax.psum(jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state)), ("b", "h"))
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(arrays)
+
+    got = jax.jit(jax.value_and_grad(sharded))(arrays)
+    want = jax.jit(jax.value_and_grad(loss))(arrays)
+    jax.tree.map(close, got, want)
+
+
+# What is refused.
+
+
+def spoiled(op: str, **changes):
+    return draw(op, 8, h=2, hv=4) | changes
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "text"),
+    [
+        ("kda", {"v": jnp.zeros((1, 8, 3, 16))}, r"v has HV=3 heads and q has H=2; HV must be a multiple of H.*use HV=4"),
+        (
+            "gated_delta_rule",
+            {"g": jnp.zeros((1, 8, 4, 16))},
+            r"g is float32\[1, 8, 4, 16\], one gate a key channel, .* gate of kda; .* = \[1, 8, 4\]: use kda",
+        ),
+        (
+            "kda",
+            {"g": jnp.zeros((1, 8, 4))},
+            r"g is float32\[1, 8, 4\], one gate a head, .* gated_delta_rule; .*broadcast_to\(g\[\.\.\., None\]",
+        ),
+        ("gated_delta_rule", {"g": jnp.zeros((1, 4, 8))}, r"g is .*; it must be \[B, T, HV\] = \[1, 8, 4\]"),
+        ("delta_rule", {"beta": jnp.zeros((1, 8))}, r"beta is float32\[1, 8\]; it must be \[B, T, HV\] = \[1, 8, 4\]"),
+        (
+            "delta_rule",
+            {"initial_state": jnp.zeros((1, 4, 16, 17))},
+            r"initial_state is .*\[1, 4, 16, 17\]; it must be \[B, HV, K, V\] = \[1, 4, 16, 16\]",
+        ),
+        (
+            "delta_rule",
+            {"v": jnp.zeros((1, 8, 4, 32)), "initial_state": jnp.zeros((1, 4, 32, 16))},
+            r"it looks transposed: pass jnp\.swapaxes",
+        ),
+        (
+            "delta_rule",
+            {"initial_state": jnp.zeros((1, 4, 16, 16), jnp.bfloat16)},
+            r"initial_state has dtype bfloat16; states are float32: pass initial_state\.astype",
+        ),
+        (
+            "kda",
+            {"segment_ids": jnp.zeros((1, 8))},
+            r"segment_ids has dtype float32; segment_ids must be integers: pass segment_ids\.astype\(jnp\.int32\)",
+        ),
+        ("kda", {"segment_ids": jnp.zeros((8, 1), jnp.int32)}, r"segment_ids is int32\[8, 1\]; it must be \[B, T\] = \[1, 8\]"),
+        ("kda", {"q": jnp.zeros((1, 8, 2, 16), jnp.int32)}, r"q is int32.*; it must be float32 or bfloat16"),
+        ("kda", {"q": jnp.zeros((1, 8, 2, 16), jnp.bfloat16)}, r"q, k and v have dtypes bfloat16, float32 and float32; .*equal"),
+        ("kda", {"k": jnp.zeros((1, 8, 2, 32))}, r"k is .*\[1, 8, 2, 32\] and q is .*; they must have one shape"),
+        ("kda", {"q": jnp.zeros((8, 2, 16))}, r"both with B or both without"),
+        (
+            "delta_rule",
+            {"q": jnp.zeros((1, 8, 2, 8)), "k": jnp.zeros((1, 8, 2, 8))},
+            r"K=8 must be from 16 to 256; pad it with zeros",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused_and_what_to_do(op: str, changes, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        find_op(op).function(**spoiled(op, **changes))
+
+
+def test_gates_refuse_by_argument() -> None:
+    with pytest.raises(ValueError, match=r"lower_bound=-7 must be at least -5 and negative; use -5\.0, or None"):
+        tilewright.kda_gate(jnp.zeros((1, 2, 16)), jnp.zeros(2), jnp.zeros((2, 16)), lower_bound=-7)
+    with pytest.raises(ValueError, match=r"dt_bias has shape \[32\].*pass dt_bias\.reshape\(2, 16\)"):
+        tilewright.kda_gate(jnp.zeros((1, 2, 16)), jnp.zeros(2), jnp.zeros(32))
+    with pytest.raises(ValueError, match=r"A_log has shape \[3\] and a \[1, 2\]; A_log must be \[HV\]"):
+        tilewright.gdn_gate(jnp.zeros((1, 2)), jnp.zeros(3), jnp.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: PallasTpuConfig(chunk=48), r"chunk=48 must be a power of two, at least 16 .*use 64, or implementation='xla'"),
+        (lambda: PallasTpuConfig(heads=0), r"heads=0 must be a positive integer; use 4"),
+        (lambda: PallasTpuConfig(block_chunks=0), r"block_chunks=0 must be a positive integer; use 8"),
+        (lambda: XlaConfig(chunk=1), r"chunk=1 must be a power of two, at least 2; use 64"),
+        (lambda: XlaConfig(block_chunks=-1), r"block_chunks=-1 must be a positive integer"),
+    ],
+)  # fmt: skip
+def test_block_sizes_are_checked_when_built(build, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build()
+
+
+def test_heads_that_cannot_share_evenly_are_refused() -> None:
+    with pytest.raises(tilewright.Unsupported, match=r"config\.heads=3 does not share 2 query heads and 4 value heads"):
+        run("kda", spoiled("kda"), "pallas_tpu", config=PallasTpuConfig(heads=3))
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "v7x"])
+@every_op
+def test_the_heuristic_fits_every_tpu(op: str, chip: str) -> None:
+    for name in ("d64", "d128", "gva", "h96", "long"):
+        case = find_op(op).case(name)
+        with tilewright.target(chip):
+            (decision,) = tilewright.explain(op, **case.structs("bfloat16")).decisions
+        assert decision.implementation == "pallas_tpu", str(decision)

@@ -27,6 +27,7 @@ and dL = -dR U^T.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +35,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.ops.delta_rule.products import Exactness, dot
+from tilewright.ops.delta_rule.config import LANES
+from tilewright.ops.delta_rule.products import Exactness, dot, multiply, split
+
+Roll = Callable[[jax.Array, int, int], jax.Array]
 
 _COARSE = 16.0
+_SMALL = 8  # Tokens whose inverse is made by substitution: the rows of a float32 tile.
+_NOTHING = -1e30  # Its exponential is 0.
 # exp(-16384) is 0 in float64 too: a lower gate is this one. Sums of 64 coarse parts are exact to here.
 LOWEST_GATE = -16384.0
 
@@ -48,18 +54,18 @@ class Gates:
     They are of the same numbers. A kernel gets both, since turning one into the other costs it a transpose.
     """
 
-    coarse_column: jax.Array  # [C, n]
-    fine_column: jax.Array  # [C, n]
-    coarse_row: jax.Array  # [1, n C]
-    fine_row: jax.Array  # [1, n C]
+    coarse_column: Any  # [C, n]
+    fine_column: Any  # [C, n]
+    coarse_row: Any  # [1, n C]
+    fine_row: Any  # [1, n C]
 
 
 @dataclass(frozen=True)
 class Runs:
     """How many sequences have started in the chunk up to each token."""
 
-    column: jax.Array  # [C, 1] int32
-    row: jax.Array  # [1, n C] int32
+    column: Any  # [C, 1] int32
+    row: Any  # [1, n C] int32
 
 
 jax.tree_util.register_dataclass(Gates)
@@ -70,10 +76,10 @@ jax.tree_util.register_dataclass(Runs)
 class Decay:
     """What is left of what: None is everything, exactly 1."""
 
-    pairs: jax.Array  # [C, n C], 0 above the diagonal
-    into: jax.Array | None  # [C, n]
-    onward: jax.Array | None  # [C, n]
-    across: jax.Array | None  # [1, n]
+    pairs: Any  # [C, n C], 0 above the diagonal
+    into: Any  # [C, n]
+    onward: Any  # [C, n]
+    across: Any  # [1, n]
 
 
 jax.tree_util.register_dataclass(Decay)
@@ -99,20 +105,83 @@ def _positions(c: int, n: int) -> tuple[jax.Array, jax.Array]:
     return _iota((c, n * c), 0), _iota((c, n * c), 1) & (c - 1)
 
 
+def halvings(c: int) -> list[int]:
+    """The sizes of the half blocks: C/2, ..., 2, 1."""
+    return [c >> level for level in range(1, c.bit_length())]
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Ones and zeros that depend on C and n alone. A kernel reads them rather than making them anew for each chunk."""
+
+    seen: Any  # [C, n C]: i >= j
+    before: Any  # [C, n C]: i > j
+    own: Any  # [n C, n C]: the diagonal blocks
+    halves: tuple[
+        Any, ...
+    ]  # For each of `halvings`, [n C, n C]: own, i in the second half of a block and j in its first
+    small: Any  # [C / 8, 1, n C]: the columns of each diagonal block of 8
+    # For a gate a channel, else None:
+    reach: Any  # For each of `halvings`, [C, C]: times g, the sum from the middle of a block to i, or from i to it
+    upto: Any  # [C, C]: times g, the sum to i
+    after: Any  # [C, C]: times g, the sum after i
+
+
+jax.tree_util.register_dataclass(Masks)
+
+
+def masks(c: int, n: int, dtype: Any, *, channels: bool) -> Masks:
+    i, j = _positions(c, n)
+    shape = (n * c, n * c)
+    own = _which(_iota(shape, 0), c) == _which(_iota(shape, 1), c)
+    row, column = (_iota(shape, axis) & (c - 1) for axis in (0, 1))
+
+    def between(half: int) -> jax.Array:
+        return own & (_which(row, 2 * half) == _which(column, 2 * half)) & (row & half != 0) & (column & half == 0)
+
+    blocks = (max(c // _SMALL, 1), 1, n * c)
+    small = _which(_iota(blocks, 2) & (c - 1), _SMALL) == _iota(blocks, 0)
+    made = {
+        "seen": i >= j,
+        "before": i > j,
+        "own": own,
+        "halves": tuple(between(half) for half in halvings(c)),
+        "small": small,
+    }
+    if channels:
+        i, t = _positions(c, 1)
+
+        def reach(half: int) -> jax.Array:
+            middle = _which(i, 2 * half) * (2 * half) + half
+            return jnp.where(i >= middle, (t >= middle) & (t <= i), (t > i) & (t < middle))
+
+        made |= {"reach": tuple(reach(half) for half in halvings(c)), "upto": t <= i, "after": t > i}
+    ready = jax.tree.map(lambda mask: mask.astype(dtype), made)
+    return Masks(**{"reach": None, "upto": None, "after": None, **ready})
+
+
 def spread(column: jax.Array, width: int) -> jax.Array:
     """[C, n], a number a row and head, over the lanes of each head: [C, n width]."""
     c, n = column.shape
     return jnp.concatenate([jnp.broadcast_to(column[:, h : h + 1], (c, width)) for h in range(n)], axis=1)
 
 
-def block_diagonal(x: jax.Array, n: int) -> jax.Array:
+def block_diagonal(x: jax.Array, n: int, own: jax.Array) -> jax.Array:
     """[R, n W], n matrices side by side, as the block-diagonal [n R, n W]."""
     if n == 1:
         return x
     rows, columns = x.shape
-    shape = (n * rows, columns)
-    own = _which(_iota(shape, 0), rows) == _which(_iota(shape, 1), columns // n)
-    return jnp.where(own, jnp.concatenate([x] * n, axis=0), 0.0)
+    width = columns // n
+    if width % LANES == 0:
+        none = jnp.zeros((rows, width), x.dtype)
+        return jnp.concatenate(
+            [
+                jnp.concatenate([x[:, h * width : (h + 1) * width] if h == r else none for h in range(n)], axis=1)
+                for r in range(n)
+            ],
+            axis=0,
+        )
+    return jnp.concatenate([x] * n, axis=0) * own
 
 
 def _of_head(x: jax.Array, head: int, n: int) -> jax.Array:
@@ -138,26 +207,29 @@ def _run_masks(runs: Runs, n: int, dtype: Any) -> tuple[jax.Array, jax.Array, ja
     return per_head(runs.column == 0), per_head(runs.column == last), per_head(last == 0)
 
 
-def ungated_decay(c: int, n: int, runs: Runs | None, dtype: Any) -> Decay:
-    i, j = _positions(c, n)
+def ungated_decay(mask: Masks, n: int, runs: Runs | None) -> Decay:
     if runs is None:
-        return Decay((i >= j).astype(dtype), None, None, None)
-    return Decay(((i >= j) & _same_run(runs)).astype(dtype), *_run_masks(runs, n, dtype))
+        return Decay(mask.seen, None, None, None)
+    return Decay(jnp.where(_same_run(runs), mask.seen, 0.0), *_run_masks(runs, n, mask.seen.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def head_decay(g_row: jax.Array, gates: Gates, runs: Runs | None, how: Exactness) -> tuple[jax.Array, ...]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def head_decay(
+    g_row: jax.Array, gates: Gates, runs: Runs | None, triangles: Any, how: Exactness
+) -> tuple[jax.Array, ...]:
     """pairs, into, onward, across of one gate a head, g_row [1, n C].
 
-    Only g_row has a gradient; `gates` are sums of it. dg_t is the sum over everything that passes over t: pairs with
+    Only g_row has a gradient; `gates` are sums of it, and `triangles` the masks seen, before and own. dg_t is the sum over everything that passes over t: pairs with
     j < t <= i, what comes from before the chunk to i >= t, what goes from j < t onward, and what passes across.
     """
     del g_row, how
+    seen = triangles[0]
     c, n = gates.coarse_column.shape
-    i, j = _positions(c, n)
-    visible = i >= j if runs is None else (i >= j) & _same_run(runs)
+    visible = seen > 0
+    if runs is not None:
+        visible = visible & _same_run(runs)
     seg = (spread(gates.coarse_column, c) - gates.coarse_row) + (spread(gates.fine_column, c) - gates.fine_row)
-    pairs = jnp.where(visible, jnp.exp(jnp.where(visible, seg, 0.0)), 0.0)
+    pairs = jnp.exp(jnp.where(visible, seg, _NOTHING))
     into = jnp.exp(gates.coarse_column + gates.fine_column)
     last_coarse, last_fine = gates.coarse_column[c - 1 :, :], gates.fine_column[c - 1 :, :]  # [1, n]
     onward = jnp.exp((last_coarse - gates.coarse_column) + (last_fine - gates.fine_column))
@@ -168,26 +240,27 @@ def head_decay(g_row: jax.Array, gates: Gates, runs: Runs | None, how: Exactness
     return pairs, into, onward, across
 
 
-def _keep_head_decay(g_row: jax.Array, gates: Gates, runs: Runs | None, how: Exactness) -> tuple[Any, Any]:
-    decay = head_decay(g_row, gates, runs, how)
-    return decay, (decay, gates, runs)
+def _keep_head_decay(
+    g_row: jax.Array, gates: Gates, runs: Runs | None, triangles: Any, how: Exactness
+) -> tuple[Any, Any]:
+    decay = head_decay(g_row, gates, runs, triangles, how)
+    return decay, (decay, gates, runs, triangles)
 
 
-def _pull_head_decay(how: Exactness, saved: Any, d_decay: Any) -> tuple[jax.Array, Any, Any]:
-    (pairs, into, onward, across), gates, runs = saved
+def _pull_head_decay(how: Exactness, saved: Any, d_decay: Any) -> tuple[jax.Array, Any, Any, Any]:
+    (pairs, into, onward, across), gates, runs, (seen, before, own) = saved
     d_pairs, d_into, d_onward, d_across = d_decay
     c, n = into.shape
-    i, t = _positions(c, n)
-    strictly = jnp.where(i > t, pairs * d_pairs, 0.0)  # [C, n C]; here t stands for j
-    upper = (_iota((c, c), 0) < _iota((c, c), 1)).astype(pairs.dtype)
-    ones = block_diagonal(jnp.concatenate([upper] * n, axis=1), n)
-    passing = dot(strictly, ones, "nn", how, "b")  # [C, n C]: of row i, the sum over j < t
+    strictly = pairs * d_pairs * before  # [C, n C]
+    ones = block_diagonal(before, n, own)
+    passing = dot(strictly, ones, "nt", how, "b")  # [C, n C]: of row i, the sum over j < t
     from_before = spread(into * d_into, c)
     gone_on = spread(onward * d_onward, c)
-    each = jnp.where(i >= t, passing + from_before, gone_on)
+    each = jnp.where(seen > 0, passing + from_before, gone_on)  # i >= t
     all_across = spread(across * d_across, c)  # [1, n C]
     d_g = jnp.sum(each, axis=0, keepdims=True) + all_across
-    return d_g, jax.tree.map(jnp.zeros_like, gates), None if runs is None else jax.tree.map(_no_gradient, runs)
+    nothing = jax.tree.map(jnp.zeros_like, (gates, (seen, before, own)))
+    return d_g, nothing[0], None if runs is None else jax.tree.map(_no_gradient, runs), nothing[1]
 
 
 def _no_gradient(x: jax.Array) -> Any:
@@ -200,76 +273,87 @@ head_decay.defvjp(_keep_head_decay, _pull_head_decay)
 # One gate a key channel.
 
 
-def _halvings(c: int) -> list[int]:
-    """The sizes of the half blocks: C/2, ..., 2, 1."""
-    return [c >> level for level in range(1, c.bit_length())]
-
-
-def _from_the_middle(c: int, half: int, dtype: Any) -> jax.Array:
-    """W [C, C] such that W g is, for i in a second half, the sum from the middle to i; in a first, from i to the middle."""
-    i, t = _positions(c, 1)
-    middle = _which(i, 2 * half) * (2 * half) + half
-    second = i >= middle
-    return jnp.where(second, (t >= middle) & (t <= i), (t > i) & (t < middle)).astype(dtype)
-
-
-def _between_halves(c: int, n: int, half: int) -> jax.Array:
-    i, j = _positions(c, n)
-    return (_which(i, 2 * half) == _which(j, 2 * half)) & (i & half != 0) & (j & half == 0)
-
-
-def channel_scores(q: jax.Array, k: jax.Array, g: jax.Array, n: int, how: Exactness) -> tuple[jax.Array, jax.Array]:
+def channel_scores(
+    q: jax.Array, k: jax.Array, g: jax.Array, mask: Masks, n: int, how: Exactness
+) -> tuple[jax.Array, jax.Array]:
     """sum_d x_id k_jd exp(seg_ijd), [C, n C], for x = q with i >= j and for x = k with i > j. q, k and g are [C, n K]."""
     c = q.shape[0]
-    i, j = _positions(c, n)
     own = jnp.concatenate([jnp.sum(_of_head(q * k, h, n), axis=1, keepdims=True) for h in range(n)], axis=1)  # [C, n]
-    of_q = jnp.where(i == j, spread(own, c), 0.0)
+    of_q = spread(own, c) * (mask.seen - mask.before)
     of_k = jnp.zeros_like(of_q)
-    for half in _halvings(c):
-        left = jnp.exp(dot(_from_the_middle(c, half, g.dtype), g, "nn", how, "a"))  # [C, n K]
+    for level in range(len(halvings(c))):
+        left = jnp.exp(dot(mask.reach[level], g, "nn", how, "a"))  # [C, n K]
         k_left = k * left
         rows = jnp.concatenate([q * left, k_left], axis=0)  # [2 C, n K]
-        both = dot(rows, block_diagonal(k_left, n), "nt", how)  # [2 C, n C]
-        here = _between_halves(c, n, half)
-        of_q = of_q + jnp.where(here, both[:c], 0.0)
-        of_k = of_k + jnp.where(here, both[c:], 0.0)
+        both = dot(rows, block_diagonal(k_left, n, mask.own), "nt", how)  # [2 C, n C]
+        here = functools.reduce(jnp.add, [mask.halves[level][h * c : (h + 1) * c] for h in range(n)])  # [C, n C]
+        of_q = of_q + both[:c] * here
+        of_k = of_k + both[c:] * here
     return of_q, of_k
 
 
 # Every gate.
 
 
-def inverse(lower: jax.Array, n: int, how: Exactness) -> jax.Array:
+def inverse(lower: jax.Array, mask: Masks, n: int, how: Exactness, roll: Roll = jnp.roll) -> jax.Array:
     """(I + L)^-1 of n strictly lower triangular L side by side, [C, n C]."""
     c = lower.shape[0]
-    i, j = _positions(c, n)
-    x = (i == j).astype(lower.dtype) - jnp.where(_between_halves(c, n, 1), lower, 0.0)
-    for half in _halvings(c)[-2::-1]:
-        below = jnp.where(_between_halves(c, n, half), lower, 0.0)
-        x = x - dot(dot(x, block_diagonal(below, n), "nn", how), block_diagonal(x, n), "nn", how)
+    x = _small_inverses(lower, mask, roll)
+    sizes = halvings(c)
+    for level, half in reversed([*enumerate(sizes)]):
+        if half < _SMALL:
+            continue
+        pairs = x.reshape(c // (2 * half), 2, half, n * c)
+        second = pairs[:, 1].reshape(c // 2, n * c)  # [C / 2, n C]: the rows that change
+        below = split(jnp.concatenate([lower] * n, axis=0) * mask.halves[level], how)  # [n C, n C]
+        reached = multiply(split(second, how), below, "nn", how)  # [C / 2, n C]
+        whole = split(block_diagonal(x, n, mask.own), how)
+        second = second - multiply(split(reached, how), whole, "nn", how)
+        x = jnp.stack([pairs[:, 0], second.reshape(c // (2 * half), half, n * c)], axis=1).reshape(c, n * c)
     return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def solve(lower: jax.Array, inverted: jax.Array, r: jax.Array, n: int, how: Exactness) -> jax.Array:
+def _small_inverses(lower: jax.Array, mask: Masks, roll: Roll) -> jax.Array:
+    """The inverses of the diagonal blocks of 8, in place: [C, n C], zero elsewhere.
+
+    All of them fit one [8, n C] array, each in the columns it has anyway, and one substitution inverts them all: row j,
+    times column j of its block, is taken from the rows below. It is exact in float32, and needs no matrix unit.
+    """
+    c, width = lower.shape
+    compact = jnp.sum(lower.reshape(c // _SMALL, _SMALL, width) * mask.small, axis=0)  # [8, n C]
+    place = _iota((_SMALL, width), 1) & (_SMALL - 1)
+    x = (_iota((_SMALL, width), 0) == place).astype(lower.dtype)
+    for j in range(_SMALL - 1):
+        column = jnp.where(place == j, compact, 0.0)
+        # Over the 8 columns of its block: to the first of them, and from there on.
+        column = roll(column, width - j, 1) if j else column
+        for distance in (1, 2, 4):
+            column = column + roll(column, distance, 1)
+        x = x - column * jnp.broadcast_to(x[j : j + 1], x.shape)
+    return (x[None] * mask.small).reshape(c, width)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def solve(lower: jax.Array, inverted: jax.Array, r: jax.Array, triangles: Any, n: int, how: Exactness) -> jax.Array:
     """U with (I + L) U = R, given the inverse. [C, n V]. Gradients go to L and R."""
     del lower
-    return dot(inverted, block_diagonal(r, n), "nn", how)
+    return dot(inverted, block_diagonal(r, n, triangles[2]), "nn", how)
 
 
-def _keep_solve(lower: jax.Array, inverted: jax.Array, r: jax.Array, n: int, how: Exactness) -> tuple[Any, Any]:
-    u = solve(lower, inverted, r, n, how)
-    return u, (inverted, u)
+def _keep_solve(
+    lower: jax.Array, inverted: jax.Array, r: jax.Array, triangles: Any, n: int, how: Exactness
+) -> tuple[Any, Any]:
+    u = solve(lower, inverted, r, triangles, n, how)
+    return u, (inverted, u, triangles)
 
 
-def _pull_solve(n: int, how: Exactness, saved: Any, d_u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    inverted, u = saved
+def _pull_solve(n: int, how: Exactness, saved: Any, d_u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    inverted, u, (seen, before, own) = saved
     c = u.shape[0]
     crossed = dot(inverted, d_u, "tn", how)  # [n C, n V], of which the diagonal blocks count
     d_r = jnp.concatenate([_of_head(crossed[h * c : (h + 1) * c], h, n) for h in range(n)], axis=1)  # [C, n V]
-    i, j = _positions(c, n)
-    d_lower = jnp.where(i > j, -dot(d_r, block_diagonal(u, n), "nt", how), 0.0)  # [C, n C]
-    return d_lower, jnp.zeros_like(inverted), d_r
+    d_lower = -dot(d_r, block_diagonal(u, n, own), "nt", how) * before  # [C, n C]
+    return d_lower, jnp.zeros_like(inverted), d_r, jax.tree.map(jnp.zeros_like, (seen, before, own))
 
 
 solve.defvjp(_keep_solve, _pull_solve)
@@ -277,44 +361,47 @@ solve.defvjp(_keep_solve, _pull_solve)
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens of a chunk, n heads side by side. All float32."""
+    """The tokens of a chunk, n heads side by side: float32; where no gradient is taken, q, k and v may be as they came."""
 
-    q: jax.Array  # [C, n K]
-    k: jax.Array  # [C, n K]
-    v: jax.Array  # [C, n V]
-    beta: jax.Array  # [C, n]
-    g: jax.Array | None  # [C, n K] for a gate a channel, [1, n C] for a gate a head, None for none
+    q: Any  # [C, n K]
+    k: Any  # [C, n K]
+    v: Any  # [C, n V]
+    beta: Any  # [C, n]
+    g: Any  # [C, n K] for a gate a channel, [1, n C] for a gate a head, None for none
     gates: Gates | None  # Of a gate a head.
     runs: Runs | None
+    mask: Any  # Masks
 
 
 jax.tree_util.register_dataclass(Chunk)
 
 
+def _triangles(mask: Masks) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return mask.seen, mask.before, mask.own
+
+
 def decay_of(chunk: Chunk, how: Exactness) -> Decay | None:
     """The decays of a gate a head, or of none; None for a gate a channel."""
-    c, n = chunk.beta.shape
     if chunk.g is None:
-        return ungated_decay(c, n, chunk.runs, chunk.v.dtype)
+        return ungated_decay(chunk.mask, chunk.beta.shape[1], chunk.runs)
     if chunk.gates is not None:
-        return Decay(*head_decay(chunk.g, chunk.gates, chunk.runs, how))
+        return Decay(*head_decay(chunk.g, chunk.gates, chunk.runs, _triangles(chunk.mask), how))
     return None
 
 
 def scores(chunk: Chunk, decay: Decay | None, *, scale: float, how: Exactness) -> tuple[jax.Array, jax.Array]:
     """M and L of a chunk, each [C, n C]."""
     q, k, (c, n) = chunk.q, chunk.k, chunk.beta.shape
-    i, j = _positions(c, n)
     if decay is not None:
-        both = dot(jnp.concatenate([q, k], axis=0), block_diagonal(k, n), "nt", how, "ab")  # [2 C, n C]
+        both = dot(jnp.concatenate([q, k], axis=0), block_diagonal(k, n, chunk.mask.own), "nt", how, "ab")  # [2 C, n C]
         of_q, of_k = both[:c] * decay.pairs, both[c:] * decay.pairs
     else:
         assert chunk.g is not None
-        of_q, of_k = channel_scores(q, k, chunk.g, n, how)
+        of_q, of_k = channel_scores(q, k, chunk.g, chunk.mask, n, how)
         if chunk.runs is not None:
             same = _same_run(chunk.runs)
             of_q, of_k = jnp.where(same, of_q, 0.0), jnp.where(same, of_k, 0.0)
-    return scale * of_q, jnp.where(i > j, spread(chunk.beta, c) * of_k, 0.0)
+    return scale * of_q, spread(chunk.beta, c) * of_k * chunk.mask.before
 
 
 def advance(
@@ -350,13 +437,14 @@ def advance(
     of_k = found[-c:]
     if decay is not None and decay.into is not None:
         of_k = spread(decay.into, width) * of_k
-    corrections = solve(erase, inverted, spread(chunk.beta, width) * (chunk.v - of_k), n, how)  # [C, n V]
+    asked_for = spread(chunk.beta, width) * (chunk.v.astype(of_k.dtype) - of_k)
+    corrections = solve(erase, inverted, asked_for, _triangles(chunk.mask), n, how)  # [C, n V]
     o = None
     if read is not None:
         of_q = scale * found[:c]
         if decay is not None and decay.into is not None:
             of_q = spread(decay.into, width) * of_q
-        o = of_q + dot(read, block_diagonal(corrections, n), "nn", how, "d")
+        o = of_q + dot(read, block_diagonal(corrections, n, chunk.mask.own), "nn", how, "d")
     if decay is not None and decay.onward is not None:
         corrections = spread(decay.onward, width) * corrections
     after = []
@@ -372,9 +460,8 @@ def _channel_passage(
     """For a gate a channel: q and k as the state before the chunk meets them, k as that after it does, and `across`."""
     c, g = chunk.q.shape[0], chunk.g
     assert g is not None
-    i, t = _positions(c, 1)
-    into = jnp.exp(dot((t <= i).astype(g.dtype), g, "nn", how, "a"))  # [C, n K]
-    onward = jnp.exp(dot((t > i).astype(g.dtype), g, "nn", how, "a"))  # [C, n K]
+    into = jnp.exp(dot(chunk.mask.upto, g, "nn", how, "a"))  # [C, n K]
+    onward = jnp.exp(dot(chunk.mask.after, g, "nn", how, "a"))  # [C, n K]
     every = jnp.ones((c, width), g.dtype)
     across = [jnp.exp(dot(_of_head(g, h, n), every, "tn", how, "b")) for h in range(n)]  # each [K, V], alike along V
     if chunk.runs is not None:

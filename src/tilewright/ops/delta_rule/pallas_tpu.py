@@ -2,7 +2,7 @@
 
 The algebra of a chunk is chunk.py's, the same that `xla` runs.
 
-TODO
+Todo:
 """
 
 import functools
@@ -76,10 +76,10 @@ def _forward_kernel(*refs: Any, layout: Layout, scale: float):
 
     def one_chunk(index: jax.Array, carry: Any) -> Any:
         for pack in layout.packs:
-            chunk = chunk_of(ref, index, pack, layout)
+            chunk = chunk_of(ref, index, pack, layout, widen=False)
             decay = decay_of(chunk, layout.how)
             read, erase = scores(chunk, decay, scale=scale, how=layout.how)
-            inverted = inverse(erase, len(pack), layout.how)
+            inverted = inverse(erase, chunk.mask, len(pack), layout.how, pltpu.roll)
             before = tuple(state_scratch[head] for head in pack)
             o, after = advance(before, chunk, decay, read, erase, inverted, scale=scale, how=layout.how)
             for head, state in zip(pack, after, strict=True):

@@ -5,7 +5,7 @@ block of [B, T, H, K] itself would have one head in its second-last axis, which 
 padded to whole lanes, T to whole blocks.
 
 What is one number a token and head comes in two ways. `columns` [B, groups, T, *] has a lane for each: beta, the sums of
-the gate's two parts, and the run, to scale rows with. `rows` [B, groups, num_t, block_chunks, *] has a sublane for each
+the gate's two parts, and the run, to scale rows with. `rows` [B, groups, num_t, block_chunks, 1, *] has a row for each
 chunk: the sums and the run again, to take differences with. A group is the heads of one block.
 """
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tilewright.ops.delta_rule.chunk import LOWEST_GATE, Chunk, Gates, Runs, coarse_and_fine
+from tilewright.ops.delta_rule.chunk import LOWEST_GATE, Chunk, Gates, Masks, Runs, coarse_and_fine, halvings, masks
 from tilewright.ops.delta_rule.config import PallasTpuConfig, lanes
 from tilewright.ops.delta_rule.products import Exactness
 
@@ -26,12 +26,12 @@ from tilewright.ops.delta_rule.products import Exactness
 class Operands:
     """What an implementation is called with."""
 
-    q: jax.Array  # [B, T, H, K]
-    k: jax.Array  # [B, T, H, K]
-    v: jax.Array  # [B, T, HV, V]
-    g: jax.Array | None  # [B, T, HV] or [B, T, HV, K]
-    beta: jax.Array  # [B, T, HV]
-    initial_state: jax.Array  # [B, HV, K, V]
+    q: Any  # [B, T, H, K]
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, HV, V]
+    g: Any  # [B, T, HV] or [B, T, HV, K]
+    beta: Any  # [B, T, HV]
+    initial_state: Any  # [B, HV, K, V]
     resets: Any  # [B, T], or None
 
 
@@ -102,7 +102,8 @@ class Layout:
         """The names of a kernel's inputs, the states apart."""
         gate = ("g",) if self.gate == "channel" else ()
         rows = ("rows",) if self.gate == "head" or self.packed else ()
-        return ("q", "k", "v", *gate, "columns", *rows)
+        levels = ("reach", "passage") if self.gate == "channel" else ()
+        return ("q", "k", "v", *gate, "columns", *rows, "triangles", "own", "halves", "small", *levels)
 
     def spec(self, name: str, order: Callable[[Any], Any]) -> pl.BlockSpec:
         """The block of array `name` at grid position (batch, group, order(step))."""
@@ -115,9 +116,31 @@ class Layout:
         if name == "columns":
             return pl.BlockSpec((1, 1, self.block_t, self.num_columns), lambda i, j, t: (i, j, order(t), 0))
         if name == "rows":
-            return pl.BlockSpec((1, 1, 1, self.block_chunks, self.num_rows), lambda i, j, t: (i, j, order(t), 0, 0))
+            return self.rows_spec(self.num_rows, order)
+        if name in ("triangles", "own", "halves", "small", "reach", "passage"):
+            # The same for every block: fetched once.
+            shape = self.mask_arrays[name].shape
+            return pl.BlockSpec(shape, lambda i, j, t: (0,) * len(shape))
         each = {"v": self.width, "g": self.depth}[name]
         return pl.BlockSpec((1, self.block_t, self.heads * each), lambda i, j, t: (i, order(t), j))
+
+    @property
+    def mask_arrays(self) -> dict[str, jax.Array]:
+        """The masks of a chunk, stacked where they have one shape."""
+        mask = masks(self.chunk, len(self.packs[0]), jnp.float32, channels=self.gate == "channel")
+        arrays = {
+            "triangles": jnp.stack([mask.seen, mask.before]),
+            "own": mask.own,
+            "halves": jnp.stack(mask.halves),
+            "small": mask.small,
+        }
+        if self.gate == "channel":
+            arrays |= {"reach": jnp.stack(mask.reach), "passage": jnp.stack([mask.upto, mask.after])}
+        return arrays
+
+    def rows_spec(self, width: int, order: Callable[[Any], Any]) -> pl.BlockSpec:
+        # A chunk is an axis of its own before the tiles: its index is not known when traced.
+        return pl.BlockSpec((1, 1, 1, self.block_chunks, 1, width), lambda i, j, t: (i, j, order(t), 0, 0, 0))
 
     @property
     def num_columns(self) -> int:
@@ -169,12 +192,12 @@ def _padded_state(state: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _per_head(x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """[B, T, HV], padded, as columns [B, groups, T, heads] and as rows [B, groups, num_t, block_chunks, heads * C]."""
+    """[B, T, HV], padded, as columns [B, groups, T, heads] and as rows [B, groups, num_t, block_chunks, 1, heads * C]."""
     b = x.shape[0]
     x = x.reshape(b, layout.num_t, layout.block_chunks, layout.chunk, layout.groups, layout.heads)
     columns = jnp.moveaxis(x, 4, 1).reshape(b, layout.groups, layout.t, layout.heads)
     rows = jnp.moveaxis(x, (4, 5, 3), (1, 4, 5))
-    return columns, rows.reshape(b, layout.groups, layout.num_t, layout.block_chunks, -1)
+    return columns, rows.reshape(b, layout.groups, layout.num_t, layout.block_chunks, 1, -1)
 
 
 def prepare(operands: Operands, layout: Layout) -> dict[str, jax.Array]:
@@ -205,23 +228,39 @@ def prepare(operands: Operands, layout: Layout) -> dict[str, jax.Array]:
         starts = padded(operands.resets).reshape(b, -1, layout.chunk)
         runs = jnp.cumsum(starts, axis=2, dtype=jnp.int32).astype(jnp.float32)
         columns.append(jnp.broadcast_to(runs.reshape(b, 1, t, 1), (b, layout.groups, t, 1)))
-        each = runs.reshape(b, 1, layout.num_t, layout.block_chunks, layout.chunk)
-        each = jnp.tile(each, (1, layout.groups, 1, 1, len(layout.packs[0])))
+        each = runs.reshape(b, 1, layout.num_t, layout.block_chunks, 1, layout.chunk)
+        each = jnp.tile(each, (1, layout.groups, 1, 1, 1, len(layout.packs[0])))
         rows.append(each)
     arrays["columns"] = jnp.concatenate(columns, axis=-1)
     if rows:
         arrays["rows"] = jnp.concatenate(rows, axis=-1)
-    return arrays
+    return arrays | layout.mask_arrays
 
 
-def chunk_of(ref: dict[str, Any], index: Any, pack: tuple[int, ...], layout: Layout) -> Chunk:
-    """Chunk `index` of a block, the heads of `pack` side by side, from the kernel's refs."""
+def _masks_of(ref: dict[str, Any], layout: Layout) -> Masks:
+    levels = range(len(halvings(layout.chunk)))
+    reach = upto = after = None
+    if layout.gate == "channel":
+        reach = tuple(ref["reach"][level] for level in levels)
+        upto, after = ref["passage"][0], ref["passage"][1]
+    seen, before = ref["triangles"][0], ref["triangles"][1]
+    halves = tuple(ref["halves"][level] for level in levels)
+    return Masks(seen, before, ref["own"][...], halves, ref["small"][...], reach, upto, after)
+
+
+def chunk_of(ref: dict[str, Any], index: Any, pack: tuple[int, ...], layout: Layout, *, widen: bool) -> Chunk:
+    """Chunk `index` of a block, the heads of `pack` side by side, from the kernel's refs.
+
+    With `widen` q, k and v are float32, as their gradients are to be. Without, they are as they came, unless a gate scales
+    them: then a product takes them as they are.
+    """
     tokens, n = layout.tokens_of(index), len(pack)
 
     def of_queries(name: str) -> jax.Array:
         heads = [layout.query_head(head) for head in pack]
         parts = [ref[name][0, tokens, layout.key_lanes((head,))] for head in heads]  # each [C, K]
-        return (parts[0] if n == 1 else jnp.concatenate(parts, axis=1)).astype(jnp.float32)  # [C, n K]
+        joined = parts[0] if n == 1 else jnp.concatenate(parts, axis=1)  # [C, n K]
+        return joined.astype(jnp.float32) if widen or layout.gate == "channel" else joined
 
     columns = ref["columns"][0, 0, tokens, :]  # [C, num_columns]
 
@@ -230,7 +269,7 @@ def chunk_of(ref: dict[str, Any], index: Any, pack: tuple[int, ...], layout: Lay
         return columns[:, start : start + n]  # [C, n]
 
     def row(start: int) -> jax.Array:
-        return ref["rows"][0, 0, 0, pl.ds(index, 1), start : start + n * layout.chunk]  # [1, n C]
+        return ref["rows"][0, 0, 0, index, :, start : start + n * layout.chunk]  # [1, n C]
 
     gates = runs = g = None
     if layout.gate == "head":
@@ -243,5 +282,6 @@ def chunk_of(ref: dict[str, Any], index: Any, pack: tuple[int, ...], layout: Lay
         last = layout.num_columns - 1
         start = layout.num_rows - n * layout.chunk
         runs = Runs(columns[:, last : last + 1].astype(jnp.int32), row(start).astype(jnp.int32))
-    v = ref["v"][0, tokens, layout.value_lanes(pack)].astype(jnp.float32)  # [C, n V]
-    return Chunk(of_queries("q"), of_queries("k"), v, column(0), g, gates, runs)
+    v = ref["v"][0, tokens, layout.value_lanes(pack)]  # [C, n V]
+    v = v.astype(jnp.float32) if widen else v
+    return Chunk(of_queries("q"), of_queries("k"), v, column(0), g, gates, runs, _masks_of(ref, layout))

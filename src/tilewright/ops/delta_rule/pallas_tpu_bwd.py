@@ -1,6 +1,6 @@
 """The backward kernel of the delta-rule family.
 
-TODO
+Todo:
 """
 
 import dataclasses
@@ -54,10 +54,10 @@ def _backward_kernel(*refs: Any, layout: Layout, scale: float):
     def forth(index: jax.Array, carry: Any) -> Any:
         """The states before each chunk, and the inverses, once more."""
         for position, pack in enumerate(layout.packs):
-            chunk = chunk_of(ref, index, pack, layout)
+            chunk = chunk_of(ref, index, pack, layout, widen=False)
             decay = decay_of(chunk, how)
             _, erase = scores(chunk, decay, scale=scale, how=how)
-            inverted = inverse(erase, len(pack), how)
+            inverted = inverse(erase, chunk.mask, len(pack), how, pltpu.roll)
             inverse_scratch[index, position] = inverted
 
             @pl.when(index < last)
@@ -77,7 +77,7 @@ def _backward_kernel(*refs: Any, layout: Layout, scale: float):
         d_q: list[Any] = [None] * layout.query_heads
         d_k: list[Any] = [None] * layout.query_heads
         for position, pack in enumerate(layout.packs):
-            chunk = chunk_of(ref, index, pack, layout)
+            chunk = chunk_of(ref, index, pack, layout, widen=True)
             before = tuple(state_scratch[index, head] for head in pack)
             inverted = inverse_scratch[index, position]
 
@@ -103,7 +103,7 @@ def _backward_kernel(*refs: Any, layout: Layout, scale: float):
             ref["d_beta"][0, 0, tokens, pack[0] : pack[-1] + 1] = d_beta
             if layout.gate == "head":
                 lanes = slice(pack[0] * layout.chunk, (pack[-1] + 1) * layout.chunk)
-                ref["d_g"][0, 0, 0, pl.ds(index, 1), lanes] = d_g
+                ref["d_g"][0, 0, 0, index, :, lanes] = d_g
             elif layout.gate == "channel":
                 ref["d_g"][0, tokens, layout.key_lanes(pack)] = d_g
         for name, sums in (("d_q", d_q), ("d_k", d_k)):
@@ -151,10 +151,10 @@ def backward(
         ),
     }
     if layout.gate == "head":
-        rows = (1, 1, 1, layout.block_chunks, heads * layout.chunk)
+        lanes = heads * layout.chunk
         out["d_g"] = (
-            output_like((b, layout.groups, num_t, *rows[3:]), jnp.float32, like),
-            pl.BlockSpec(rows, lambda i, j, t: (i, j, order(t), 0, 0)),
+            output_like((b, layout.groups, num_t, layout.block_chunks, 1, lanes), jnp.float32, like),
+            layout.rows_spec(lanes, order),
         )
     elif layout.gate == "channel":
         out["d_g"] = (output_like((b, layout.t, hv * depth), jnp.float32, like), layout.spec("g", order))

@@ -56,27 +56,30 @@ dot.defvjp(_keep, _pull)
 
 
 def _product(a: jax.Array, b: jax.Array, form: Form, how: Exactness, a_narrow: bool, b_narrow: bool) -> jax.Array:
+    return multiply(split(a, how, a_narrow), split(b, how, b_narrow), form, how)
+
+
+def split(x: jax.Array, how: Exactness, narrow: bool = False) -> tuple[jax.Array, ...]:
+    """The terms whose sum stands for x in a product: itself, or hi and lo."""
+    if how is not Exactness.SPLIT:
+        return (x,)
+    hi = x.astype(jnp.bfloat16)
+    if narrow or x.dtype == jnp.bfloat16:
+        return (hi,)
+    return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def multiply(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...], form: Form, how: Exactness) -> jax.Array:
+    """The product of two sums of terms; lo times lo is left out."""
     axes = _CONTRACT[form]
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     if how is not Exactness.SPLIT:
         precision = jax.lax.Precision.HIGHEST if how is Exactness.HIGHEST else jax.lax.Precision.HIGH
-        return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=a.dtype)
-    a_hi, a_lo = _split(a, a_narrow)
-    b_hi, b_lo = _split(b, b_narrow)
-    terms = [(a_hi, b_hi)]
-    if a_lo is not None:
-        terms.append((a_lo, b_hi))
-    if b_lo is not None:
-        terms.append((a_hi, b_lo))
+        return jax.lax.dot_general(a[0], b[0], dimensions, precision=precision, preferred_element_type=a[0].dtype)
+    pairs = [(a[0], b[0]), *((lo, b[0]) for lo in a[1:]), *((a[0], lo) for lo in b[1:])]
     # Side by side only where that moves nothing between lanes.
-    if a.shape[axes[0]] % LANES == 0 and len(terms) > 1:
-        terms = [
-            tuple(jnp.concatenate(side, axis=axis) for side, axis in zip(zip(*terms, strict=True), axes, strict=True))
-        ]
-    products = [jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32) for x, y in terms]
+    if a[0].shape[axes[0]] % LANES == 0 and len(pairs) > 1:
+        sides = zip(*pairs, strict=True)
+        pairs = [tuple(jnp.concatenate(side, axis=axis) for side, axis in zip(sides, axes, strict=True))]
+    products = [jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32) for x, y in pairs]
     return functools.reduce(jnp.add, products)
-
-
-def _split(x: jax.Array, narrow: bool) -> tuple[jax.Array, jax.Array | None]:
-    hi = x.astype(jnp.bfloat16)
-    return hi, None if narrow else (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)

@@ -12,6 +12,7 @@ Query and key heads are not repeated for groups of value heads: what depends on 
 T is padded to a multiple of a block with tokens that write nothing. The tail costs at most one block.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,11 +27,13 @@ from tilewright.ops.delta_rule.chunk import (
     LOWEST_GATE,
     Chunk,
     Gates,
+    Masks,
     Runs,
     advance,
     coarse_and_fine,
     decay_of,
     inverse,
+    masks,
     scores,
 )
 from tilewright.ops.delta_rule.config import XlaConfig
@@ -73,13 +76,10 @@ def _unblock(x: jax.Array) -> jax.Array:
     return x.reshape(b, num * chunks * c, h * groups, *x.shape[6:])
 
 
-def _inverse(lower: jax.Array, how: Exactness) -> jax.Array:
-    return inverse(lower, 1, how)
-
-
-def _inverse_by_substitution(lower: jax.Array, how: Exactness) -> jax.Array:
-    """On a CPU, LAPACK's substitution takes a quarter of the time of the products (64 tokens, 2 cores of an aarch64)."""
-    del how
+def _inverse(lower: jax.Array, mask: Masks, how: Exactness, on_cpu: bool) -> jax.Array:
+    if not on_cpu:
+        return inverse(lower, mask, 1, how)
+    # LAPACK's substitution takes a quarter of the time of the products (64 tokens, 2 cores of an aarch64).
     identity = jnp.eye(lower.shape[0], dtype=lower.dtype)
     return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True, unit_diagonal=True)
 
@@ -98,6 +98,7 @@ def _one_head(
     on_cpu: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The chunks of a block, one head: q [chunks, C, K], ..., state [K, V] -> the state after them, o [chunks, C, V]."""
+    mask = masks(q.shape[1], 1, state.dtype, channels=g is not None and g.ndim == 3)
 
     def chunk_of(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any) -> Chunk:
         runs = gates = None
@@ -110,16 +111,18 @@ def _one_head(
             coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), axis=0)
             gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
             g = g[None, :]
-        return Chunk(q, k, v, beta[:, None], g, gates, runs)
+        return Chunk(q, k, v, beta[:, None], g, gates, runs, None)
 
     def within(chunk: Chunk) -> Any:
+        chunk = dataclasses.replace(chunk, mask=mask)
         decay = decay_of(chunk, how)
         read, erase = scores(chunk, decay, scale=scale, how=how)
-        inverted = (_inverse_by_substitution if on_cpu else _inverse)(jax.lax.stop_gradient(erase), how)
+        inverted = _inverse(jax.lax.stop_gradient(erase), mask, how, on_cpu)
         return decay, read, erase, inverted
 
     def onward(state: jax.Array, given: Any) -> tuple[jax.Array, jax.Array]:
         chunk, decay, read, erase, inverted = given
+        chunk = dataclasses.replace(chunk, mask=mask)
         o, (after,) = advance((state,), chunk, decay, read, erase, inverted, scale=scale, how=how)
         return after, o
 

@@ -219,8 +219,9 @@ def head_decay(
 ) -> tuple[jax.Array, ...]:
     """pairs, into, onward, across of one gate a head, g_row [1, n C].
 
-    Only g_row has a gradient; `gates` are sums of it, and `triangles` the masks seen, before and own. dg_t is the sum over everything that passes over t: pairs with
-    j < t <= i, what comes from before the chunk to i >= t, what goes from j < t onward, and what passes across.
+    Only g_row has a gradient; `gates` are sums of it, and `triangles` the masks seen, before and own. dg_t is the sum over
+    everything that passes over t: pairs with j < t <= i, what comes from before the chunk to i >= t, what goes from
+    j < t onward, and what passes across.
     """
     del g_row, how
     seen = triangles[0]
@@ -295,22 +296,33 @@ def channel_scores(
 # Every gate.
 
 
-def inverse(lower: jax.Array, mask: Masks, n: int, how: Exactness, roll: Roll = jnp.roll) -> jax.Array:
-    """(I + L)^-1 of n strictly lower triangular L side by side, [C, n C]."""
-    c = lower.shape[0]
-    x = _small_inverses(lower, mask, roll)
-    sizes = halvings(c)
-    for level, half in reversed([*enumerate(sizes)]):
+def inverses(lowers: list[jax.Array], mask: Masks, n: int, how: Exactness, roll: Roll = jnp.roll) -> list[jax.Array]:
+    """(I + L)^-1 of strictly lower triangular L, n of them side by side in each [C, n C].
+
+    Step by step for all of them: each is a chain of products, and the chains hide each other's latency.
+    """
+    c = lowers[0].shape[0]
+    found = [_small_inverses(lower, mask, roll) for lower in lowers]
+    for level, half in reversed([*enumerate(halvings(c))]):
         if half < _SMALL:
             continue
-        pairs = x.reshape(c // (2 * half), 2, half, n * c)
-        second = pairs[:, 1].reshape(c // 2, n * c)  # [C / 2, n C]: the rows that change
-        below = split(jnp.concatenate([lower] * n, axis=0) * mask.halves[level], how)  # [n C, n C]
-        reached = multiply(split(second, how), below, "nn", how)  # [C / 2, n C]
-        whole = split(block_diagonal(x, n, mask.own), how)
-        second = second - multiply(split(reached, how), whole, "nn", how)
-        x = jnp.stack([pairs[:, 0], second.reshape(c // (2 * half), half, n * c)], axis=1).reshape(c, n * c)
-    return x
+        blocks = (c // (2 * half), 2, half, n * c)
+        seconds = [
+            x.reshape(blocks)[:, 1].reshape(c // 2, n * c) for x in found
+        ]  # each [C / 2, n C]: the rows that change
+        below = [
+            split(jnp.concatenate([lower] * n, axis=0) * mask.halves[level], how) for lower in lowers
+        ]  # [n C, n C]
+        reached = [multiply(split(x, how), b, "nn", how) for x, b in zip(seconds, below, strict=True)]  # [C / 2, n C]
+        whole = [split(block_diagonal(x, n, mask.own), how) for x in found]
+        seconds = [
+            second - multiply(split(r, how), x, "nn", how) for second, r, x in zip(seconds, reached, whole, strict=True)
+        ]
+        found = [
+            jnp.stack([x.reshape(blocks)[:, 0], second.reshape(blocks[0], half, n * c)], axis=1).reshape(c, n * c)
+            for x, second in zip(found, seconds, strict=True)
+        ]
+    return found
 
 
 def _small_inverses(lower: jax.Array, mask: Masks, roll: Roll) -> jax.Array:

@@ -15,7 +15,7 @@ _XLA_BLOCK_TOKENS = 1024
 
 # Eight chunks are the rows of a float32 tile, which the gates of a block come in.
 _TPU_BLOCK_CHUNKS = 8
-_TPU_HEADS = 4
+_TPU_HEADS = 8
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PallasTpuConfig:
         per_token = self.heads * (2 * k + v) * itemsize + gate + 2 * LANES * _FLOAT32_BYTES
         forward = 2 * tokens * (per_token + self.heads * v * itemsize) + 5 * state
         inverses = self.block_chunks * self.chunk * max(self.heads * self.chunk, LANES) * _FLOAT32_BYTES
-        backward = 2 * tokens * (2 * per_token + self.heads * v * itemsize) + (7 + self.block_chunks) * state + inverses
+        backward = 2 * tokens * (2 * per_token + self.heads * v * itemsize) + (8 + self.block_chunks) * state + inverses
         # What a chunk's algebra keeps beside all this, for each pair of heads.
         work = 32 * self.chunk * 2 * max(k, v) * _FLOAT32_BYTES
         return {"forward": forward + work, "backward": backward + work}

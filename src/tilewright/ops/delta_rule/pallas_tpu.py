@@ -18,7 +18,7 @@ from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.delta_rule.chunk import advance, decay_of, inverse, scores
+from tilewright.ops.delta_rule.chunk import advance, decay_of, inverses, scores
 from tilewright.ops.delta_rule.config import PallasTpuConfig
 from tilewright.ops.delta_rule.pallas_tpu_blocks import Layout, Operands, apart, chunk_of, layout_of, prepare
 from tilewright.ops.delta_rule.pallas_tpu_bwd import backward
@@ -75,13 +75,19 @@ def _forward_kernel(*refs: Any, layout: Layout, scale: float):
         ref["starts"][0, 0] = state_scratch[...]
 
     def one_chunk(index: jax.Array, carry: Any) -> Any:
-        for pack in layout.packs:
-            chunk = chunk_of(ref, index, pack, layout, widen=False)
-            decay = decay_of(chunk, layout.how)
-            read, erase = scores(chunk, decay, scale=scale, how=layout.how)
-            inverted = inverse(erase, chunk.mask, len(pack), layout.how, pltpu.roll)
-            before = tuple(state_scratch[head] for head in pack)
-            o, after = advance(before, chunk, decay, read, erase, inverted, scale=scale, how=layout.how)
+        # All loads before all stores: a store keeps the scheduler from moving later loads before it, and with them all that
+        # the next heads could do while these wait for their products.
+        packs = layout.packs
+        chunks = [chunk_of(ref, index, pack, layout, widen=False) for pack in packs]
+        before = [tuple(state_scratch[head] for head in pack) for pack in packs]
+        decays = [decay_of(chunk, layout.how) for chunk in chunks]
+        matrices = [scores(c, d, scale=scale, how=layout.how) for c, d in zip(chunks, decays, strict=True)]
+        inverted = inverses([m[1] for m in matrices], chunks[0].mask, len(packs[0]), layout.how, pltpu.roll)
+        results = [
+            advance(*given, scale=scale, how=layout.how)
+            for given in zip(before, chunks, decays, *zip(*matrices, strict=True), inverted, strict=True)
+        ]
+        for pack, (o, after) in zip(packs, results, strict=True):
             for head, state in zip(pack, after, strict=True):
                 state_scratch[head] = state
             ref["o"][0, layout.tokens_of(index), layout.value_lanes(pack)] = o.astype(ref["o"].dtype)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.delta_rule.chunk import LOWEST_GATE, Chunk, advance, decay_of, inverse, scores
+from tilewright.ops.delta_rule.chunk import LOWEST_GATE, Chunk, advance, decay_of, inverses, scores
 from tilewright.ops.delta_rule.pallas_tpu_blocks import Layout, Operands, apart, chunk_of, layout_of, prepare
 
 
@@ -36,14 +36,14 @@ def _backward_kernel(*refs: Any, layout: Layout, scale: float):
         "d_initial_state",  # [1, heads, K, V]
         # scratch
         "d_state_scratch",  # [heads, K, V]
-        "state_scratch",  # [block_chunks, heads, K, V]: the states before each chunk
+        "state_scratch",  # [block_chunks + 1, heads, K, V]: the states before each chunk, and after the last
         "inverse_scratch",  # [block_chunks, packs, C, n C]
     )
     ref = dict(zip(names, refs, strict=True))
     d_state_scratch, state_scratch = ref["d_state_scratch"], ref["state_scratch"]
     inverse_scratch = ref["inverse_scratch"]
     step = pl.program_id(2)
-    how, last = layout.how, layout.block_chunks - 1
+    how = layout.how
 
     @pl.when(step == 0)
     def _start():
@@ -51,54 +51,59 @@ def _backward_kernel(*refs: Any, layout: Layout, scale: float):
 
     state_scratch[0] = ref["starts"][0, 0]
 
+    packs, n = layout.packs, len(layout.packs[0])
+
+    # As in the forward kernel, all loads of a step come before all its stores.
     def forth(index: jax.Array, carry: Any) -> Any:
         """The states before each chunk, and the inverses, once more."""
-        for position, pack in enumerate(layout.packs):
-            chunk = chunk_of(ref, index, pack, layout, widen=False)
-            decay = decay_of(chunk, how)
-            _, erase = scores(chunk, decay, scale=scale, how=how)
-            inverted = inverse(erase, chunk.mask, len(pack), how, pltpu.roll)
-            inverse_scratch[index, position] = inverted
-
-            @pl.when(index < last)
-            def _pass_on(pack=pack, chunk=chunk, decay=decay, erase=erase, inverted=inverted):
-                before = tuple(state_scratch[index, head] for head in pack)
-                _, after = advance(before, chunk, decay, None, erase, inverted, scale=scale, how=how)
-                for head, state in zip(pack, after, strict=True):
-                    state_scratch[index + 1, head] = state
-
+        chunks = [chunk_of(ref, index, pack, layout, widen=False) for pack in packs]
+        before = [tuple(state_scratch[index, head] for head in pack) for pack in packs]
+        decays = [decay_of(chunk, how) for chunk in chunks]
+        erase = [scores(c, d, scale=scale, how=how)[1] for c, d in zip(chunks, decays, strict=True)]
+        inverted = inverses(erase, chunks[0].mask, n, how, pltpu.roll)
+        results = [
+            advance(s, c, d, None, e, i, scale=scale, how=how)[1]
+            for s, c, d, e, i in zip(before, chunks, decays, erase, inverted, strict=True)
+        ]
+        for position, (pack, after) in enumerate(zip(packs, results, strict=True)):
+            inverse_scratch[index, position] = inverted[position]
+            for head, state in zip(pack, after, strict=True):
+                state_scratch[index + 1, head] = state
         return carry
 
     jax.lax.fori_loop(0, layout.block_chunks, forth, None)
 
     def back(reverse: jax.Array, carry: Any) -> Any:
-        index = last - reverse
+        index = layout.block_chunks - 1 - reverse
         tokens = layout.tokens_of(index)
-        d_q: list[Any] = [None] * layout.query_heads
-        d_k: list[Any] = [None] * layout.query_heads
-        for position, pack in enumerate(layout.packs):
-            chunk = chunk_of(ref, index, pack, layout, widen=True)
-            before = tuple(state_scratch[index, head] for head in pack)
-            inverted = inverse_scratch[index, position]
+        chunks = [chunk_of(ref, index, pack, layout, widen=True) for pack in packs]
+        before = [tuple(state_scratch[index, head] for head in pack) for pack in packs]
+        inverted = [inverse_scratch[index, position] for position in range(len(packs))]
+        d_o = [ref["d_o"][0, tokens, layout.value_lanes(pack)].astype(jnp.float32) for pack in packs]  # each [C, n V]
+        d_after = [tuple(d_state_scratch[head] for head in pack) for pack in packs]
 
-            def forward(states: Any, tokens: Any, chunk: Chunk = chunk, inverted: jax.Array = inverted) -> Any:
-                q, k, v, beta, g = tokens
-                given = dataclasses.replace(chunk, q=q, k=k, v=v, beta=beta, g=g)
-                decay = decay_of(given, how)
-                read, erase = scores(given, decay, scale=scale, how=how)
-                return advance(states, given, decay, read, erase, inverted, scale=scale, how=how)
+        def forward(states: Any, differentiated: Any, chunk: Chunk, inverted: jax.Array) -> Any:
+            q, k, v, beta, g = differentiated
+            given = dataclasses.replace(chunk, q=q, k=k, v=v, beta=beta, g=g)
+            decay = decay_of(given, how)
+            read, erase = scores(given, decay, scale=scale, how=how)
+            return advance(states, given, decay, read, erase, inverted, scale=scale, how=how)
 
-            _, pull = jax.vjp(forward, before, (chunk.q, chunk.k, chunk.v, chunk.beta, chunk.g))
-            d_o = ref["d_o"][0, tokens, layout.value_lanes(pack)].astype(jnp.float32)  # [C, n V]
-            d_after = tuple(d_state_scratch[head] for head in pack)
-            d_before, (pack_d_q, pack_d_k, d_v, d_beta, d_g) = pull((d_o, d_after))
+        gradients = []
+        for states, chunk, inverse, d_out, d_states in zip(before, chunks, inverted, d_o, d_after, strict=True):
+            differentiated = (chunk.q, chunk.k, chunk.v, chunk.beta, chunk.g)
+            _, pull = jax.vjp(functools.partial(forward, chunk=chunk, inverted=inverse), states, differentiated)
+            gradients.append(pull((d_out, d_states)))
+
+        d_queries: dict[str, list[Any]] = {name: [None] * layout.query_heads for name in ("d_q", "d_k")}
+        for pack, (d_before, (d_q, d_k, d_v, d_beta, d_g)) in zip(packs, gradients, strict=True):
             for head, d_state in zip(pack, d_before, strict=True):
                 d_state_scratch[head] = d_state
             for place, head in enumerate(pack):
-                lanes = layout.key_lanes((place,))
-                for sums, part in ((d_q, pack_d_q), (d_k, pack_d_k)):
-                    at = layout.query_head(head)
-                    sums[at] = part[:, lanes] if sums[at] is None else sums[at] + part[:, lanes]
+                lanes, at = layout.key_lanes((place,)), layout.query_head(head)
+                for name, part in (("d_q", d_q), ("d_k", d_k)):
+                    so_far = d_queries[name][at]
+                    d_queries[name][at] = part[:, lanes] if so_far is None else so_far + part[:, lanes]
             ref["d_v"][0, tokens, layout.value_lanes(pack)] = d_v.astype(ref["d_v"].dtype)
             ref["d_beta"][0, 0, tokens, pack[0] : pack[-1] + 1] = d_beta
             if layout.gate == "head":
@@ -106,8 +111,8 @@ def _backward_kernel(*refs: Any, layout: Layout, scale: float):
                 ref["d_g"][0, 0, 0, index, :, lanes] = d_g
             elif layout.gate == "channel":
                 ref["d_g"][0, tokens, layout.key_lanes(pack)] = d_g
-        for name, sums in (("d_q", d_q), ("d_k", d_k)):
-            for head, total in enumerate(sums):
+        for name, totals in d_queries.items():
+            for head, total in enumerate(totals):
                 ref[name][0, tokens, layout.key_lanes((head,))] = total.astype(ref[name].dtype)
         return carry
 
@@ -177,7 +182,7 @@ def backward(
         out_specs=[spec for _, spec in out.values()],
         scratch_shapes=[
             pltpu.VMEM((heads, depth, width), jnp.float32),
-            pltpu.VMEM((layout.block_chunks, heads, depth, width), jnp.float32),
+            pltpu.VMEM((layout.block_chunks + 1, heads, depth, width), jnp.float32),
             pltpu.VMEM((layout.block_chunks, len(layout.packs), c, n * c), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(

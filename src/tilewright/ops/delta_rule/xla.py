@@ -32,7 +32,7 @@ from tilewright.ops.delta_rule.chunk import (
     advance,
     coarse_and_fine,
     decay_of,
-    inverse,
+    inverses,
     masks,
     scores,
 )
@@ -78,7 +78,7 @@ def _unblock(x: jax.Array) -> jax.Array:
 
 def _inverse(lower: jax.Array, mask: Masks, how: Exactness, on_cpu: bool) -> jax.Array:
     if not on_cpu:
-        return inverse(lower, mask, 1, how)
+        return inverses([lower], mask, 1, how)[0]
     # LAPACK's substitution takes a quarter of the time of the products (64 tokens, 2 cores of an aarch64).
     identity = jnp.eye(lower.shape[0], dtype=lower.dtype)
     return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True, unit_diagonal=True)

@@ -1,5 +1,7 @@
 """The delta-rule family: the contract for its three ops, and what is its own: states, segments, causality, gates, steps."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,8 @@ def draw(op: str, t: int = 40, *, b: int = 1, h: int = 1, hv: int = 2, k: int = 
 
 def run(op: str, arrays, implementation: str | None = None, **options):
     with able_to_run(implementation or "xla", plain=True):
-        return find_op(op).function(**arrays, implementation=implementation, **options)
+        # Jitted: op by op, each of a chunk's operations would be compiled alone.
+        return jax.jit(lambda given: find_op(op).function(**given, implementation=implementation, **options))(arrays)
 
 
 def over_time(arrays, part: slice, state=None):
@@ -66,8 +69,7 @@ def close(got, want, tolerance: float = 2e-6) -> None:
 
 
 @every_op
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
-@pytest.mark.parametrize("split", [1, 13, 32])
+@pytest.mark.parametrize(("implementation", "split"), [("pallas_tpu", 17), ("xla", 1), ("xla", 17), ("xla", 32)])
 def test_two_calls_chained_through_the_state_are_one(op: str, implementation: str, split: int) -> None:
     arrays = draw(op)
     o, state = run(op, arrays, implementation)
@@ -84,7 +86,7 @@ def test_packed_segments_are_separate_calls(op: str, implementation: str) -> Non
     arrays, bounds = draw(op, 75), [0, 1, 16, 17, 60, 75]
     ids = np.zeros((1, 75), np.int32)
     # The same id may come again later, and is another segment.
-    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         ids[:, start:end] = number % 2
     cotangent = jax.random.normal(jax.random.key(7), arrays["v"].shape)
 
@@ -94,15 +96,15 @@ def test_packed_segments_are_separate_calls(op: str, implementation: str) -> Non
 
     def separate(arrays):
         state, outputs = arrays["initial_state"], []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             o, after = run(op, over_time(arrays, slice(start, end), state), "reference")
             outputs.append(o)
             state = jnp.zeros_like(state)
         o = jnp.concatenate(outputs, axis=1)
         return jnp.sum(o * cotangent) + jnp.sum(after**2), (o, after)
 
-    gradients, (o, state) = jax.grad(packed, has_aux=True)(arrays)
-    want_gradients, (want_o, want_state) = jax.grad(separate, has_aux=True)(arrays)
+    gradients, (o, state) = jax.jit(jax.grad(packed, has_aux=True))(arrays)
+    want_gradients, (want_o, want_state) = jax.jit(jax.grad(separate, has_aux=True))(arrays)
     close(o, want_o)
     close(state, want_state)
     for name, gradient in gradients.items():
@@ -164,18 +166,18 @@ def test_no_tokens_leave_the_state_as_it_is(op: str) -> None:
 
 @pytest.mark.parametrize("op", GATED)
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
-@pytest.mark.parametrize("lowest", [-1e4, -np.inf])
-def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: str, lowest: float) -> None:
+def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: str) -> None:
     """The tokens around it are as exact as without it: no sum of gates drowns the small ones."""
     arrays = draw(op, 75)
-    arrays["g"] = arrays["g"].at[:, [3, 30, 31, 64]].set(lowest).at[:, 40:50].set(0.0)
+    arrays["g"] = arrays["g"].at[:, [3, 30, 31, 64]].set(-1e4).at[:, 12].set(-jnp.inf).at[:, 40:50].set(0.0)
     arrays["beta"] = arrays["beta"].at[:, 5].set(0.0).at[:, 6].set(1.0)
     case = _case(op, "drawn", 1, 75, 1, 16, 16, hv=2, state=True)
     cotangents = (jnp.ones_like(arrays["v"]), jnp.ones_like(arrays["initial_state"]))
     results = {}
     for name in (implementation, "reference"):
         with able_to_run(name, plain=True):
-            results[name] = call_with_gradients(call(find_op(op), case, name), case)(arrays, cotangents)
+            both = jax.jit(call_with_gradients(call(find_op(op), case, name), case))
+            results[name] = both(arrays, cotangents)
     for quantity, want in results["reference"].items():
         close(results[implementation][quantity], want, 4e-6)
 
@@ -276,7 +278,7 @@ TINY_BLOCKS = {"pallas_tpu": PallasTpuConfig(16, 2, 2), "xla": XlaConfig(8, 3)}
 
 @every_op
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(
     t=st.integers(1, 100),
     heads=st.sampled_from([(1, 2), (2, 2), (1, 4)]),
@@ -389,9 +391,17 @@ def spoiled(op: str, **changes):
             {"segment_ids": jnp.zeros((1, 8))},
             r"segment_ids has dtype float32; segment_ids must be integers: pass segment_ids\.astype\(jnp\.int32\)",
         ),
-        ("kda", {"segment_ids": jnp.zeros((8, 1), jnp.int32)}, r"segment_ids is int32\[8, 1\]; it must be \[B, T\] = \[1, 8\]"),
+        (
+            "kda",
+            {"segment_ids": jnp.zeros((8, 1), jnp.int32)},
+            r"segment_ids is int32\[8, 1\]; it must be \[B, T\] = \[1, 8\]",
+        ),
         ("kda", {"q": jnp.zeros((1, 8, 2, 16), jnp.int32)}, r"q is int32.*; it must be float32 or bfloat16"),
-        ("kda", {"q": jnp.zeros((1, 8, 2, 16), jnp.bfloat16)}, r"q, k and v have dtypes bfloat16, float32 and float32; .*equal"),
+        (
+            "kda",
+            {"q": jnp.zeros((1, 8, 2, 16), jnp.bfloat16)},
+            r"q, k and v have dtypes bfloat16, float32 and float32; .*equal",
+        ),
         ("kda", {"k": jnp.zeros((1, 8, 2, 32))}, r"k is .*\[1, 8, 2, 32\] and q is .*; they must have one shape"),
         ("kda", {"q": jnp.zeros((8, 2, 16))}, r"both with B or both without"),
         (
@@ -418,7 +428,10 @@ def test_gates_refuse_by_argument() -> None:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: PallasTpuConfig(chunk=48), r"chunk=48 must be a power of two, at least 16 .*use 64, or implementation='xla'"),
+        (
+            lambda: PallasTpuConfig(chunk=48),
+            r"chunk=48 must be a power of two, at least 16 .*use 64, or implementation='xla'",
+        ),
         (lambda: PallasTpuConfig(heads=0), r"heads=0 must be a positive integer; use 8"),
         (lambda: PallasTpuConfig(block_chunks=0), r"block_chunks=0 must be a positive integer; use 8"),
         (lambda: XlaConfig(chunk=1), r"chunk=1 must be a power of two, at least 2; use 64"),

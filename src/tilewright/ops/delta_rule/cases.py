@@ -106,9 +106,8 @@ def _case(
 def _cases(op: str) -> tuple[Case, ...]:
     return (
         _case(op, "short", 1, 5, 1, 16, 16, small=True),
-        _case(op, "odd", 2, 37, 3, 64, 32, state=True, small=True),
-        _case(op, "gva_packed", 1, 50, 2, 32, 48, hv=4, state=True, segments=5, small=True, normalize_qk=True),
-        _case(op, "strong_gate", 1, 75, 2, 64, 64, gate=30.0, state=True, small=True),
+        _case(op, "packed", 2, 30, 2, 32, 48, hv=4, state=True, segments=5, small=True, normalize_qk=True),
+        _case(op, "strong_gate", 1, 40, 1, 64, 32, gate=30.0, state=True, small=True),
         _case(op, "cpu_bench", 1, 4096, 4, 128, 128),
         _case(op, "d64", 1, 8192, 16, 64, 64),
         _case(op, "d128", 1, 8192, 16, 128, 128),

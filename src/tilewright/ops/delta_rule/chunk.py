@@ -132,12 +132,12 @@ jax.tree_util.register_dataclass(Masks)
 
 def masks(c: int, n: int, dtype: Any, *, channels: bool) -> Masks:
     i, j = _positions(c, n)
-    shape = (n * c, n * c)
+    sharing = min(n, max(1, LANES // c))
+    shape = (sharing * c, sharing * c)
     own = _which(_iota(shape, 0), c) == _which(_iota(shape, 1), c)
-    row, column = (_iota(shape, axis) & (c - 1) for axis in (0, 1))
 
     def between(half: int) -> jax.Array:
-        return own & (_which(row, 2 * half) == _which(column, 2 * half)) & (row & half != 0) & (column & half == 0)
+        return (_which(i, 2 * half) == _which(j, 2 * half)) & (i & half != 0) & (j & half == 0)
 
     blocks = (max(c // _SMALL, 1), 1, n * c)
     small = _which(_iota(blocks, 2) & (c - 1), _SMALL) == _iota(blocks, 0)
@@ -149,13 +149,13 @@ def masks(c: int, n: int, dtype: Any, *, channels: bool) -> Masks:
         "small": small,
     }
     if channels:
-        i, t = _positions(c, 1)
+        row, t = _positions(c, 1)
 
         def reach(half: int) -> jax.Array:
-            middle = _which(i, 2 * half) * (2 * half) + half
-            return jnp.where(i >= middle, (t >= middle) & (t <= i), (t > i) & (t < middle))
+            middle = _which(row, 2 * half) * (2 * half) + half
+            return jnp.where(row >= middle, (t >= middle) & (t <= row), (t > row) & (t < middle))
 
-        made |= {"reach": tuple(reach(half) for half in halvings(c)), "upto": t <= i, "after": t > i}
+        made |= {"reach": tuple(reach(half) for half in halvings(c)), "upto": t <= row, "after": t > row}
     ready = jax.tree.map(lambda mask: mask.astype(dtype), made)
     return Masks(**{"reach": None, "upto": None, "after": None, **ready})
 
@@ -167,21 +167,21 @@ def spread(column: jax.Array, width: int) -> jax.Array:
 
 
 def block_diagonal(x: jax.Array, n: int, own: jax.Array) -> jax.Array:
-    """[R, n W], n matrices side by side, as the block-diagonal [n R, n W]."""
+    """[R, n W], n matrices side by side, as the block-diagonal [n R, n W]. `own` is for those that share lanes."""
     if n == 1:
         return x
     rows, columns = x.shape
-    width = columns // n
-    if width % LANES == 0:
-        none = jnp.zeros((rows, width), x.dtype)
-        return jnp.concatenate(
-            [
-                jnp.concatenate([x[:, h * width : (h + 1) * width] if h == r else none for h in range(n)], axis=1)
-                for r in range(n)
-            ],
-            axis=0,
-        )
-    return jnp.concatenate([x] * n, axis=0) * own
+    sharing = own.shape[0] // rows if columns // n < LANES else 1
+    wide = columns * sharing // n  # Of the matrices that share lanes.
+
+    def row_of_blocks(place: int) -> jax.Array:
+        part = x[:, place * wide : (place + 1) * wide]
+        part = jnp.concatenate([part] * sharing, axis=0) * own if sharing > 1 else part
+        none = jnp.zeros(part.shape, x.dtype)
+        blocks = [part if other == place else none for other in range(n // sharing)]
+        return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
+
+    return jnp.concatenate([row_of_blocks(place) for place in range(n // sharing)], axis=0)
 
 
 def _of_head(x: jax.Array, head: int, n: int) -> jax.Array:
@@ -287,9 +287,8 @@ def channel_scores(
         k_left = k * left
         rows = jnp.concatenate([q * left, k_left], axis=0)  # [2 C, n K]
         both = dot(rows, block_diagonal(k_left, n, mask.own), "nt", how)  # [2 C, n C]
-        here = functools.reduce(jnp.add, [mask.halves[level][h * c : (h + 1) * c] for h in range(n)])  # [C, n C]
-        of_q = of_q + both[:c] * here
-        of_k = of_k + both[c:] * here
+        of_q = of_q + both[:c] * mask.halves[level]
+        of_k = of_k + both[c:] * mask.halves[level]
     return of_q, of_k
 
 
@@ -310,9 +309,7 @@ def inverses(lowers: list[jax.Array], mask: Masks, n: int, how: Exactness, roll:
         seconds = [
             x.reshape(blocks)[:, 1].reshape(c // 2, n * c) for x in found
         ]  # each [C / 2, n C]: the rows that change
-        below = [
-            split(jnp.concatenate([lower] * n, axis=0) * mask.halves[level], how) for lower in lowers
-        ]  # [n C, n C]
+        below = [split(block_diagonal(lower * mask.halves[level], n, mask.own), how) for lower in lowers]  # [n C, n C]
         reached = [multiply(split(x, how), b, "nn", how) for x, b in zip(seconds, below, strict=True)]  # [C / 2, n C]
         whole = [split(block_diagonal(x, n, mask.own), how) for x in found]
         seconds = [

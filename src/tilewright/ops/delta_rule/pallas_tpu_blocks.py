@@ -54,6 +54,8 @@ class Layout:
     gate: Literal["none", "head", "channel"]
     packed: bool
     how: Exactness
+    side_by_side: int
+    """How many heads go through their products side by side, at most."""
     keep: bool = False
     """Whether the forward keeps the state before each block."""
 
@@ -93,8 +95,8 @@ class Layout:
 
     @property
     def packs(self) -> tuple[tuple[int, ...], ...]:
-        """The heads of a block, two and two where they are even."""
-        n = 1 if self.heads % 2 else 2
+        """The heads of a block, as many side by side as divide them."""
+        n = max(n for n in (1, 2, 4) if n <= self.side_by_side and self.heads % n == 0)
         return tuple(tuple(range(first, first + n)) for first in range(0, self.heads, n))
 
     @property
@@ -164,13 +166,28 @@ class Layout:
         return slice(pack[0] * self.depth, (pack[-1] + 1) * self.depth)
 
 
-def layout_of(operands: Operands, config: PallasTpuConfig, *, keep: bool) -> Layout:
+def layout_of(operands: Operands, config: PallasTpuConfig, *, side_by_side: int, keep: bool) -> Layout:
     b, t, h, depth = operands.q.shape
     hv, width = operands.v.shape[2:]
     gate = "none" if operands.g is None else "head" if operands.g.ndim == 3 else "channel"
     how = Exactness.SPLIT if operands.q.dtype == jnp.bfloat16 else Exactness.HIGHEST
     packed = operands.resets is not None
-    return Layout(b, t, h, hv, depth, width, config.chunk, config.block_chunks, config.heads, gate, packed, how, keep)
+    return Layout(
+        b,
+        t,
+        h,
+        hv,
+        depth,
+        width,
+        config.chunk,
+        config.block_chunks,
+        config.heads,
+        gate,
+        packed,
+        how,
+        side_by_side,
+        keep,
+    )
 
 
 def _side_by_side(x: jax.Array, layout: Layout, width: int) -> jax.Array:

@@ -1,6 +1,15 @@
-"""The backward kernel of the delta-rule family.
+"""The backward kernel of the delta-rule family: one pass over the sequence, from its end to its start.
 
-Todo:
+The forward keeps the state before each block. For a block the kernel goes forth once, making the states before its chunks and
+the inverses anew, and leaves them in VMEM; then back, chunk by chunk, pulling do and the state's gradient through the
+algebra of chunk.py. The pulling is jax.vjp of that algebra, traced inside the kernel: products have hand-written
+gradients (products.py), and so have the inverse and the decays (chunk.py), so what is traced is what one would write.
+
+Floor: q, k, v, g, beta and do read once, their gradients written once. Here: that, the states before the blocks (4 K V bytes
+for block_t tokens and a head), and the gates once more as rows and columns. Products: the scores and inverses of a chunk
+once, its state passage once forth and, of the forward's products, twice as many back.
+
+Where a query head serves more value heads than a block holds, its gradients are written in float32 parts, and summed by XLA.
 """
 
 import dataclasses
@@ -18,6 +27,9 @@ from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, Chunk, advance, decay_of, inverses, scores
 from tilewright.ops.delta_rule.pallas_tpu_blocks import Layout, Operands, apart, chunk_of, layout_of, prepare
+
+# Twice the forward's would quadruple a product of which only the diagonal blocks count.
+_SIDE_BY_SIDE = 2
 
 
 def _backward_kernel(*refs: Any, layout: Layout, scale: float):
@@ -127,7 +139,7 @@ def backward(
     operands: Operands, starts: jax.Array, d_o: jax.Array, d_final_state: jax.Array, *, scale: float, launch: Launch
 ) -> Operands:
     """The gradient of every operand, given the states before each block [B, num_t, HV, K, V]."""
-    layout = layout_of(operands, launch.config, keep=True)
+    layout = layout_of(operands, launch.config, side_by_side=_SIDE_BY_SIDE, keep=True)
     outputs = dataclasses.replace(operands, v=d_o, initial_state=d_final_state)
     arrays = prepare(operands, layout)
     d_arrays = prepare(outputs, layout)

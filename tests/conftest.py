@@ -1,10 +1,14 @@
 """Strict shapes and dtypes for every test, and four CPU devices to shard over."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import jax
 import pytest
+
+# Tests run small programs once or twice, and most of their time is XLA's compiler: its code need not be fast.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

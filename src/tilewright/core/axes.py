@@ -10,6 +10,10 @@
 | HV     | value heads, where each query and key head serves several of them           |
 | K      | the key half of a head: the channels of its queries and keys                |
 | V      | the value half of a head; in linear_cross_entropy the vocabulary            |
+| KV     | key and value heads of attention; each serves H / KV query heads            |
+| D, Dv  | the width of a head of attention: of queries and keys, of values            |
+| R      | pairs of features that a rotary embedding turns                             |
+| P      | pages of a paged cache                                                      |
 
 A block of an axis is `block_<letter>`, a count of blocks `num_<letter>`. A shape comment stands behind each load, dot
 and reshape: `# [block_n, block_v]`. `tokens` stands for any number of leading axes, none included.

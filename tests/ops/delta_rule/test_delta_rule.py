@@ -432,7 +432,7 @@ def test_gates_refuse_by_argument() -> None:
             lambda: PallasTpuConfig(chunk=48),
             r"chunk=48 must be a power of two, at least 16 .*use 64, or implementation='xla'",
         ),
-        (lambda: PallasTpuConfig(heads=0), r"heads=0 must be a positive integer; use 8"),
+        (lambda: PallasTpuConfig(heads=0), r"heads=0 must be a positive integer; use 4"),
         (lambda: PallasTpuConfig(block_chunks=0), r"block_chunks=0 must be a positive integer; use 8"),
         (lambda: XlaConfig(chunk=1), r"chunk=1 must be a power of two, at least 2; use 64"),
         (lambda: XlaConfig(block_chunks=-1), r"block_chunks=-1 must be a positive integer"),

@@ -15,7 +15,7 @@ _XLA_BLOCK_TOKENS = 1024
 
 # Eight chunks are the rows of a float32 tile, which the gates of a block come in.
 _TPU_BLOCK_CHUNKS = 8
-_TPU_HEADS = 8
+_TPU_HEADS = 4
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,33 @@
 """The delta rule and its relatives as Mosaic TPU kernels: the forward one here, the backward one in pallas_tpu_bwd.py.
 
 The algebra of a chunk is chunk.py's, the same that `xla` runs; one kernel serves the three ops. What a gate costs is paid
-by the op that has it: without a gate a head's decays are a mask, and only a gate a channel (KDA) scales the operands of products.
+by the op that has it: without a gate a head's decays are a mask, and only a gate a channel (KDA) scales operands.
 
 Floor: q, k, v, g and beta read once, o written once: 8 D bytes a token and head in bfloat16 for K = V = D (KDA: 4 D more).
-Here: that, and the gates once more, as rows and as columns (512 bytes a token for the columns of a block's heads: they are
-padded to whole lanes). FLOPs a token and head: 2 C (2 K + 2 V) inside a chunk of C, 6 K V for the state, and the inverse.
+Here: that, and the gates once more, as rows and as columns (512 bytes a token for the columns of a block's heads: they
+are padded to whole lanes). FLOPs a token and head: 2 C (2 K + 2 V) inside a chunk of C, 6 K V for the state, and the
+inverse.
 
-Blocking: grid (B, HV / heads, num_t), the first two in parallel, time in order. A block is 8 chunks of 64 tokens of up to 8
-heads. The states [heads, K, V] stay in VMEM scratch for the whole sequence. Two heads go side by side in the lanes, so
-that a [64, 64] matrix of each fills a register; products of such pairs are with block-diagonal matrices.
+Blocking: grid (B, HV / heads, num_t), the first two in parallel, time in order. A block is 8 chunks of 64 tokens of up to 4
+heads. The states [heads, K, V] stay in VMEM scratch for the whole sequence. Heads go side by side in the lanes, so that
+the [64, 64] matrices of two fill a register; products of such are with block-diagonal matrices.
 
 Numerics: states, decays, inverses and accumulators in float32. float32 inputs are multiplied in float32 (six passes). On
-bfloat16 inputs a product of float32 operands is of their halves, hi hi + lo hi + hi lo, side by side along the depth; a v6e,
-256 deep, does two terms of depth 128 at once.
+bfloat16 inputs a product of float32 operands is of their halves, hi hi + lo hi + hi lo, side by side along the depth; a
+v6e, 256 deep, does two terms of depth 128 at once.
 
 Limits: K and V are padded to multiples of 128. VMEM bounds heads and chunks of a block; `unsupported_reason` says.
 
-What bounds it: LIMITS
+What bounds it, by libtpu 0.0.50.1's schedule for a v6e (K = V = 128, H16, T8192, bfloat16): not one unit, but phases that
+follow each other: lanes spread out for the gates and keys transposed (both XLUs full), the decays and scores (VALUs
+full), the chain of six products of the inverse (all waiting). MXUs are a quarter busy and VALUs 29 %. To overlap the
+inverse of the next chunk with the state passage of this one is what is left to do; keys are transposed twice, too.
 
-Tried and dropped, with libtpu 0.0.50.1's schedule for a v6e (K = V = 128, bfloat16, bundles for one chunk of one head):
+Tried, in bundles for one chunk of one head by the same schedule:
 - the inverse by products alone, from single tokens up: 774. Ten products follow each other, and the masks of each level
   were made from iotas each time. Blocks of 8 by one substitution for all heads, and masks read from VMEM: 594;
-- loads and stores of each pair of heads in turn: 594. A store keeps later loads behind it, so the pairs ran one after the
-  other; with all loads before all stores they overlap: AFTER;
+- all loads of a step before all its stores, so that heads may overlap: 562;
+- eight heads in a block, four side by side: 501, and twice the code, which doubles the time to compile it;
 - a Neumann series for the inverse: shorter, and wrong for like keys (chunk.py).
 """
 

@@ -1,15 +1,15 @@
 """The backward kernel of the delta-rule family: one pass over the sequence, from its end to its start.
 
-The forward keeps the state before each block. For a block the kernel goes forth once, making the states before its chunks and
-the inverses anew, and leaves them in VMEM; then back, chunk by chunk, pulling do and the state's gradient through the
+The forward keeps the state before each block. For a block the kernel goes forth once, making the states before its chunks
+and the inverses anew, and leaves them in VMEM; then back, chunk by chunk, pulling do and the state's gradient through the
 algebra of chunk.py. The pulling is jax.vjp of that algebra, traced inside the kernel: products have hand-written
 gradients (products.py), and so have the inverse and the decays (chunk.py), so what is traced is what one would write.
 
-Floor: q, k, v, g, beta and do read once, their gradients written once. Here: that, the states before the blocks (4 K V bytes
-for block_t tokens and a head), and the gates once more as rows and columns. Products: the scores and inverses of a chunk
-once, its state passage once forth and, of the forward's products, twice as many back.
+Floor: q, k, v, g, beta and do read once, their gradients written once. Here: that, the states before the blocks (4 K V
+bytes for block_t tokens and a head), and the gates once more as rows and columns. Products: the scores and inverses of a
+chunk once, its state passage once forth and, of the forward's products, twice as many back.
 
-Where a query head serves more value heads than a block holds, its gradients are written in float32 parts, and summed by XLA.
+Where a query head serves more value heads than a block holds, its gradients are written in parts, and summed by XLA.
 """
 
 import dataclasses

@@ -1,0 +1,1 @@
+"""The comparison that started all this: delta-rule layers beside softmax attention, in speed, numerics and recall."""

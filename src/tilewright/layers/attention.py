@@ -1,0 +1,313 @@
+"""Softmax attention as Qwen3 and Qwen3-Next have it: grouped heads, norms of queries and keys, rope, an output gate.
+
+The state is a cache of keys and values, of one of two kinds:
+
+- **grown**, from a call with state=None: it holds exactly what was read, and each call makes a longer one. Nothing is
+  allotted that was not computed, so training pays nothing for it. Its shape changes: not for `scan`.
+- **fixed**, from `initial_state(batch, capacity=...)` or from a grown one's `with_capacity(...)`: room for so many tokens,
+  one shape for all calls, for decoding under `jit` and `scan`. A token past the end is an error where that can be known
+  when traced or run eagerly; under `jit` its output is NaN.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from tilewright.core.numerics import accumulator
+from tilewright.layers.projection import (
+    Leaf,
+    Tensors,
+    check_batch,
+    check_sizes,
+    check_tokens,
+    draw_projection,
+    project,
+)
+from tilewright.ops.attention.api import flash_attention
+from tilewright.ops.attention.decode.api import decode_attention
+from tilewright.ops.norm.api import rms_norm
+from tilewright.ops.rope.api import apply_rope
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionState:
+    """Keys and values of the tokens that were read."""
+
+    keys: Leaf  # [B, S, KV, C], rotated
+    values: Leaf  # [B, S, KV, C]
+    first: Leaf = None  # [B] int32, where the last token's segment begins; None where no segments were given
+    length: Leaf = None  # int32, the tokens in a fixed cache; None in a grown one, which holds S
+
+    def with_capacity(self, capacity: int) -> "AttentionState":
+        """A grown cache as a fixed one, with room for `capacity` tokens in all."""
+        held = self.keys.shape[1]
+        if self.length is not None:
+            raise ValueError(f"this cache is a fixed one already, with room for {held} tokens; use it as it is")
+        if capacity < held:
+            raise ValueError(f"capacity={capacity} is less than the {held} tokens that are held; use at least {held}")
+        room = ((0, 0), (0, capacity - held), (0, 0), (0, 0))
+        return AttentionState(
+            keys=jnp.pad(self.keys, room),
+            values=jnp.pad(self.values, room),
+            first=self.first,
+            length=jnp.asarray(held, jnp.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionWeights:
+    """H query heads and KV key and value heads of C channels each."""
+
+    q_proj: Leaf  # [D, H C]
+    k_proj: Leaf  # [D, KV C]
+    v_proj: Leaf  # [D, KV C]
+    o_proj: Leaf  # [H C, D]
+    q_norm: Leaf = None  # [C], with qk_norm
+    k_norm: Leaf = None  # [C], with qk_norm
+    gate_proj: Leaf = None  # [D, H C], where gated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    r"""Causal softmax attention.
+
+    q, k = rope(norm(x Wq)), rope(norm(x Wk));  v = x Wv
+    o = softmax(q k^T / sqrt(C)) v over the tokens up to each one's own
+    y = o Wo, or (o * sigmoid(x Wg)) Wo where gated
+    """
+
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    """num_heads is a multiple of it: each key and value head serves several query heads."""
+    head_dim: int
+    rope_theta: float | None = 10_000.0
+    """The base of the rotations' wavelengths; None for no rope."""
+    rope_fraction: float = 1.0
+    """The part of a head's channels that rotate, the first ones; 0.25 in Qwen3-Next."""
+    qk_norm: bool = True
+    """RMSNorm of each query and key head."""
+    norm_offset: float = 0.0
+    """Added to the norms' weights; 1 in Qwen3-Next, whose weights are centred on 0."""
+    gated: bool = False
+    """Whether the output is multiplied by sigmoid(x Wg), as in Qwen3-Next."""
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "d_model", "num_heads", "num_kv_heads", "head_dim")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}, since each key head "
+                f"serves as many query heads; use num_kv_heads=1, {self.num_heads}, or a divisor between"
+            )
+        if self.rope_theta is not None and self.rope_theta <= 0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be positive; use 10_000.0, or None for no rope")
+        if not 0 < self.rope_fraction <= 1 or self.rotated % 2:
+            raise ValueError(
+                f"rope_fraction={self.rope_fraction} of head_dim={self.head_dim} is {self.rotated} channels; it must be an "
+                f"even number of them, since they rotate in pairs: use 1.0, or rope_theta=None for no rope"
+            )
+
+    @property
+    def rotated(self) -> int:
+        """The channels of a head that rope turns."""
+        return int(self.head_dim * self.rope_fraction)
+
+    def init(self, key: PRNGKeyArray, dtype: Any = jnp.float32) -> AttentionWeights:
+        """Random weights."""
+        keys = jax.random.split(key, 5)
+        d, queries, values = self.d_model, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norm = jnp.full((self.head_dim,), 1.0 - self.norm_offset, dtype) if self.qk_norm else None
+        return AttentionWeights(
+            q_proj=draw_projection(keys[0], d, queries, dtype),
+            k_proj=draw_projection(keys[1], d, values, dtype),
+            v_proj=draw_projection(keys[2], d, values, dtype),
+            o_proj=draw_projection(keys[3], queries, d, dtype),
+            q_norm=norm,
+            k_norm=norm,
+            gate_proj=draw_projection(keys[4], d, queries, dtype) if self.gated else None,
+        )
+
+    def from_checkpoint(self, tensors: Mapping[str, Any], prefix: str = "") -> AttentionWeights:
+        """The weights under `prefix` ("model.layers.3.self_attn") of a Qwen3 or Qwen3-Next checkpoint, in its dtype.
+
+        A gated checkpoint packs q_proj by head: the head's query, then its gate.
+        """
+        held = Tensors(tensors, prefix)
+        d, c = self.d_model, self.head_dim
+        queries, values = self.num_heads * c, self.num_kv_heads * c
+        gate_proj = None
+        if self.gated:
+            packed = held.array("q_proj.weight", (self.num_heads, 2, c, d))
+            q_proj, gate_proj = (packed[:, part].reshape(queries, d).T for part in (0, 1))
+        else:
+            q_proj = held.projection("q_proj", d, queries)
+        return AttentionWeights(
+            q_proj=q_proj,
+            k_proj=held.projection("k_proj", d, values),
+            v_proj=held.projection("v_proj", d, values),
+            o_proj=held.projection("o_proj", queries, d),
+            q_norm=held.array("q_norm.weight", (c,)) if self.qk_norm else None,
+            k_norm=held.array("k_norm.weight", (c,)) if self.qk_norm else None,
+            gate_proj=gate_proj,
+        )
+
+    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> AttentionState:
+        """A fixed cache with room for `capacity` tokens, for activations of `dtype`."""
+        if capacity is None:
+            raise ValueError(
+                "capacity=None: a cache of keys and values needs to know how many tokens it is to hold; pass "
+                "capacity=..., or begin with state=None for a cache that grows"
+            )
+        empty = jnp.zeros((batch, capacity, self.num_kv_heads, self.head_dim), dtype)
+        return AttentionState(empty, empty, length=jnp.zeros((), jnp.int32))
+
+    def apply(
+        self,
+        weights: AttentionWeights,
+        x: Float[Array, "*tokens D"],
+        state: AttentionState | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "B T D"], AttentionState]:
+        """x [B, T, D] -> y [B, T, D] and the cache after it: a whole sequence, a chunk of one, or a token.
+
+        With the `state` of an earlier call it goes on from there; without one, the returned cache grows (see this module).
+        `segment_ids` [B, T] keeps packed sequences apart; the given state belongs to the first token's segment. Positions
+        for rope count all tokens: only their differences matter. `implementation` is that of `flash_attention`; the ops
+        around it, and the step of a single token, take the best that the device can run.
+        """
+        check_tokens(x, self.d_model)
+        b, t, _ = x.shape
+        if state is not None:
+            self._check_state(state, x)
+        held = 0 if state is None else state.keys.shape[1] if state.length is None else state.length
+        positions = held + jnp.arange(t, dtype=jnp.int32)  # [T]
+
+        def heads(w: Any, norm: Any, count: int) -> jax.Array:
+            y = project(x, w).reshape(b, t, count, self.head_dim)
+            if self.qk_norm:
+                y = rms_norm(y, norm, eps=self.eps, offset=self.norm_offset)
+            if self.rope_theta is None:
+                return y
+            return apply_rope(y, positions, theta=self.rope_theta, rotary_dim=self.rotated)
+
+        q = heads(weights.q_proj, weights.q_norm, self.num_heads)  # [B, T, H, C]
+        k = heads(weights.k_proj, weights.k_norm, self.num_kv_heads)  # [B, T, KV, C]
+        v = project(x, weights.v_proj).reshape(k.shape)
+        runs = None if segment_ids is None else _runs(segment_ids)
+        if state is None or state.length is None:
+            o, after = _attend_grown(q, k, v, state, runs, implementation)
+        else:
+            o, after = _attend_fixed(q, k, v, state, positions, runs, implementation)
+        o = o.reshape(b, t, self.num_heads * self.head_dim)
+        if self.gated:
+            gate = jax.nn.sigmoid(project(x, weights.gate_proj).astype(accumulator(x.dtype)))
+            o = (o.astype(gate.dtype) * gate).astype(x.dtype)
+        return project(o, weights.o_proj), after
+
+    def _check_state(self, state: AttentionState, x: jax.Array) -> None:
+        check_batch(state, state.keys, x)
+        want = (self.num_kv_heads, self.head_dim)
+        if state.keys.shape[2:] != want:
+            raise ValueError(
+                f"state.keys is {list(state.keys.shape)} and this layer's is [B, S, KV, C] with {list(want)} at the end; "
+                f"pass the state that this layer returned, or None to begin"
+            )
+        capacity, t = state.keys.shape[1], x.shape[1]
+        # A traced length is not known here; tokens past the end are NaN then.
+        held = 0 if state.length is None or isinstance(state.length, Tracer) else int(state.length)
+        if state.length is not None and held + t > capacity:
+            raise ValueError(
+                f"state has room for {capacity} tokens, holds {held}, and x has T={t} more; make it larger with "
+                f"initial_state(batch, capacity={held + t}) or more"
+            )
+
+
+def _runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """0 for the first segment, 1 for the next, and so on: an id that comes back is another segment."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def _segment_starts(runs: Int[Array, "B T"], positions: Int[Array, " T"], first: Int[Array, " B"]) -> Int[Array, "B T"]:
+    """For each token the position where its segment begins; the first segment began at `first`."""
+    begins = jnp.pad(runs[:, 1:] != runs[:, :-1], ((0, 0), (1, 0)))  # [B, T]
+    own = jnp.where(begins, jnp.broadcast_to(positions[None], runs.shape), -1)
+    latest = jax.lax.cummax(own, axis=1)
+    return jnp.where(latest < 0, jnp.broadcast_to(first[:, None], runs.shape), latest)
+
+
+def _attend_grown(
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "B T KV C"],
+    v: Float[Array, "B T KV C"],
+    state: AttentionState | None,
+    runs: Int[Array, "B T"] | None,
+    implementation: str | None,
+) -> tuple[Float[Array, "B T H C"], AttentionState]:
+    """All that was read, and x behind it: which query sees which key is known when traced."""
+    b, t = q.shape[:2]
+    held = 0 if state is None else state.keys.shape[1]
+    first = None if state is None else state.first
+    if state is not None:
+        k = jnp.concatenate([state.keys.astype(k.dtype), k], axis=1)  # [B, S + T, KV, C]
+        v = jnp.concatenate([state.values.astype(v.dtype), v], axis=1)
+    segments = None
+    if runs is not None or first is not None:
+        runs = jnp.zeros((b, t), jnp.int32) if runs is None else runs
+        first = jnp.zeros((b,), jnp.int32) if first is None else first
+        # Of what was read, the last segment goes on as the first of this call; what came before it is no one's.
+        slots = jnp.arange(held, dtype=jnp.int32)
+        before = jnp.where(slots[None] >= first[:, None], 0, -1)  # [B, S]
+        segments = (runs, jnp.concatenate([before, runs], axis=1))
+        if t:
+            first = _segment_starts(runs, held + jnp.arange(t, dtype=jnp.int32), first)[:, -1]
+    o = flash_attention(q, k, v, causal=True, q_offset=held, segment_ids=segments, implementation=implementation)
+    assert isinstance(o, jax.Array)
+    return o, AttentionState(k, v, first)
+
+
+def _attend_fixed(
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "B T KV C"],
+    v: Float[Array, "B T KV C"],
+    state: AttentionState,
+    positions: Int[Array, " T"],
+    runs: Int[Array, "B T"] | None,
+    implementation: str | None,
+) -> tuple[Float[Array, "B T H C"], AttentionState]:
+    """Keys and values go into the cache where the last ones ended; the slots that are not filled yet are not seen."""
+    b, t = q.shape[:2]
+    capacity, dtype = state.keys.shape[1], state.keys.dtype
+    if t == 0:
+        return q, state
+    at = (0, state.length, 0, 0)
+    keys = jax.lax.dynamic_update_slice(state.keys, k.astype(dtype), at)  # [B, S, KV, C]
+    values = jax.lax.dynamic_update_slice(state.values, v.astype(dtype), at)
+    length = state.length + t
+    after = AttentionState(keys, values, state.first, length)
+    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
+    if t == 1 and state.first is None:
+        lengths = jnp.broadcast_to(length, (b,))
+        o = decode_attention(q, keys, values, lengths)
+        assert isinstance(o, jax.Array)
+    else:
+        first = jnp.zeros((b,), jnp.int32) if state.first is None else state.first
+        starts = jnp.broadcast_to(first[:, None], (b, t)) if runs is None else _segment_starts(runs, positions, first)
+        slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]  # [1, 1, S]
+        seen = (slots >= starts[:, :, None]) & (slots <= positions[None, :, None])  # [B, T, S]
+        o = flash_attention(q, keys, values, mask=seen[:, None], implementation=implementation)
+        assert isinstance(o, jax.Array)
+        if runs is not None or state.first is not None:
+            after = replace(after, first=starts[:, -1])
+    # dynamic_update_slice moves a piece that does not fit to where it does: such an answer must not look like one.
+    return jnp.where(length <= capacity, o, jnp.nan), after

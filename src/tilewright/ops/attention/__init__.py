@@ -1,0 +1,1 @@
+"""Softmax attention: over whole sequences, over a cache, over pages of a cache."""

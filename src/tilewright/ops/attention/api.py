@@ -1,0 +1,287 @@
+"""`flash_attention`: softmax attention over whole sequences, with masks as values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from tilewright.core.dispatch import Op, register
+from tilewright.core.numerics import accumulator
+from tilewright.ops.attention.masks import EMPTY, Causal, Dense, Grid, Mask, SlidingWindow, contains
+
+_DTYPES = ("float32", "bfloat16", "float64")
+_MOST_BIAS_BYTES = 16 * 2**30
+_COARSE = 4096
+
+OP = register(
+    Op(
+        name="flash_attention",
+        family="tilewright.ops.attention",
+        implementations=("pallas_tpu", "xla", "reference"),
+    )
+)
+
+
+def flash_attention(
+    q: Float[Array, "*B T H D"],
+    k: Float[Array, "*B S KV D"],
+    v: Float[Array, "*B S KV Dv"],
+    *,
+    mask: Mask | np.ndarray | Bool[Array, "..."] | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    q_offset: int = 0,
+    return_logsumexp: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Array | tuple[Array, Array]:
+    r"""Softmax attention, without ever holding the T x S weights.
+
+    For each head h with its keys and values g = h // (H / KV), query t and key s,
+
+        a_ts = cap(scale * q_t . k_s) + bias_ts          cap(x) = soft_cap tanh(x / soft_cap), or x without a cap
+        logsumexp_t = log(sum_{s attended by t} exp(a_ts) + exp(sinks_h))
+        out_t = sum_{s attended by t} exp(a_ts - logsumexp_t) v_s
+
+    A query that attends to nothing gives zeros, gradients of zero, and a logsumexp of -inf (its sink, where there is one).
+
+    Args:
+      q: queries [B, T, H, D], or [T, H, D]; float32 or bfloat16.
+      k: keys [B, S, KV, D], of q's dtype. H is a multiple of KV: each KV head serves H / KV query heads.
+      v: values [B, S, KV, Dv]. Dv may differ from D.
+      mask: which query attends to which key. A value of `tilewright.masks` (or a numpy array of bool) is known when
+        traced: empty blocks cost nothing. A jax array of bool that broadcasts to [B, H, T, S] may change from call to call.
+      causal: whether a query attends to no key after its own position. Positions of queries begin at q_offset.
+      window: (left, right): a query attends to so many tokens before its own position, its own, and so many after it;
+        None is without end.
+      segment_ids: integers [B, T]; a query attends to keys of its own segment only. A pair (q ids [B, T], kv ids [B, S])
+        where they differ.
+      bias: added to the logits; it broadcasts to [B, H, T, S], and T may be 1. Gradients flow to it. Below -1e30 it masks.
+      scale: the factor of the logits, D ** -0.5 unless told; a number, known when traced.
+      soft_cap: bounds the logits to (-soft_cap, soft_cap), before bias and mask; a number, known when traced.
+      sinks: [H] a logit for each head that takes weight and has no value. Gradients flow to it.
+      q_offset: the position of the first query; a number, known when traced. With S - T queries are the last tokens.
+      return_logsumexp: also return logsumexp [B, T, H], float32. Gradients flow through it.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes, a config of the implementation (tilewright.ops.attention.config).
+
+    Returns:
+      out [B, T, H, Dv] of q's dtype; with return_logsumexp a pair (out, logsumexp).
+    """
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    _validate_operands(q, k, v)
+    unbatched = q.ndim == 3
+    if unbatched:
+        q, k, v = q[None], k[None], v[None]
+    (b, t, h, d), s = q.shape, k.shape[1]
+    scale = _number("scale", scale, d**-0.5)
+    cap = None if soft_cap is None else _number("soft_cap", soft_cap, 0.0)
+    if cap is not None and not 0 < cap < float("inf"):
+        raise ValueError(f"soft_cap={soft_cap} must be positive and finite; use None for no cap")
+    if not isinstance(q_offset, int | np.integer):
+        raise ValueError(
+            f"q_offset={q_offset!r} is not a Python integer; the blocks to visit are made from it, so it must be known "
+            f"when traced: pass an int, or use decode_attention for positions that change"
+        )
+    static, dynamic = _settle_masks(mask, causal, window, b, t, h, s, int(q_offset))
+    q_segments, kv_segments = _settle_segments(segment_ids, b, t, s, unbatched)
+    bias = _settle_bias(bias, b, t, h, s)
+    sinks = _settle_sinks(sinks, h)
+    if 0 in (b, t, h, s, v.shape[3]):
+        # Nothing is attended to, or there is nothing to attend.
+        out = jnp.zeros((b, t, h, v.shape[3]), q.dtype)
+        logsumexp = jnp.full((b, t, h), -jnp.inf, accumulator(q.dtype))
+        if sinks is not None:
+            logsumexp = jnp.broadcast_to(sinks.astype(logsumexp.dtype)[None, None, :], logsumexp.shape)
+    else:
+        out, logsumexp = OP.run(
+            (q, k, v, bias, sinks, q_segments, kv_segments, dynamic),
+            {"mask": static, "scale": scale, "soft_cap": cap, "q_offset": int(q_offset)},
+            implementation=implementation,
+            config=config,
+        )
+    if unbatched:
+        out, logsumexp = out[0], logsumexp[0]
+    return (out, logsumexp) if return_logsumexp else out
+
+
+def _validate_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    if q.ndim not in (3, 4) or q.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"q is {_shown(q)}; it must be [B, T, H, D] or [T, H, D] of float32 or bfloat16: q.astype(jnp.bfloat16)"
+        )
+    for name, array in (("k", k), ("v", v)):
+        if array.ndim != q.ndim or array.shape[: q.ndim - 3] != q.shape[: q.ndim - 3]:
+            raise ValueError(
+                f"{name} is {_shown(array)} and q is {_shown(q)}; they must have as many axes and the same batch: "
+                f"[B, S, KV, D]"
+            )
+        if array.dtype != q.dtype:
+            raise ValueError(
+                f"{name} has dtype {array.dtype.name} and q has {q.dtype.name}; they must be equal: "
+                f"pass {name}.astype(q.dtype)"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"v is {_shown(v)} and k is {_shown(k)}; they must have the same S and KV")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k is {_shown(k)} and q is {_shown(q)}; the last axes must be equal (D={q.shape[-1]})")
+    if q.shape[-1] == 0:
+        raise ValueError(f"q is {_shown(q)}; D must be at least 1")
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q has H={heads} heads and k has KV={kv_heads}; H must be a multiple of KV, each KV head serving H / KV "
+            f"query heads: drop or repeat heads until it is"
+        )
+
+
+def _number(name: str, value: Any, default: float) -> float:
+    if value is None:
+        return float(default)
+    if not isinstance(value, int | float | np.integer | np.floating):
+        raise ValueError(
+            f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
+            f"pass a float, or multiply q by it"
+        )
+    return float(value)
+
+
+def _settle_masks(
+    mask: Any, causal: bool, window: Any, b: int, t: int, h: int, s: int, q_offset: int
+) -> tuple[Mask | None, jax.Array | None]:
+    """One mask that is known now, and one array that is not; either may be None."""
+    static: Mask | None = None
+    dynamic: jax.Array | None = None
+    if isinstance(mask, np.ndarray):
+        mask = _dense(mask, t, s)
+    if isinstance(mask, Mask):
+        if (misfit := mask.misfit(h, t, s)) is not None:
+            raise ValueError(f"mask={misfit}")
+        static = mask
+    elif isinstance(mask, jax.Array):
+        if mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"mask is {_shown(mask)}; it must be bool: pass mask != 0, or give an additive one as bias="
+            )
+        dynamic = _four_axes("mask", mask, (b, h, t, s), may_be_one=(0, 1))
+    elif mask is not None:
+        raise ValueError(
+            f"mask={mask!r} is not a mask; use a value of tilewright.masks, such as Causal(), or an array of bool"
+        )
+    if window is not None:
+        static = _with_window(static, window)
+        # Of masks that are not of positions the blocks would take long to look at.
+        if static is not None and static.computable and not np.any(static.kinds(_coarse(t, s, q_offset)) != EMPTY):
+            raise ValueError(
+                f"window={window} together with mask={mask} leaves no query anything to attend to; they contradict "
+                f"each other: leave one out, or mend q_offset={q_offset}"
+            )
+    if causal:
+        static = Causal() if static is None else static & Causal()
+    return static, dynamic
+
+
+def _coarse(t: int, s: int, q_offset: int) -> Grid:
+    return Grid(t, s, _COARSE, _COARSE, q_offset)
+
+
+def _dense(mask: np.ndarray, t: int, s: int) -> Mask:
+    if mask.dtype != np.bool_ or mask.shape[-2:] != (t, s) or mask.ndim not in (2, 3):
+        raise ValueError(
+            f"mask is {mask.dtype.name}{list(mask.shape)}; a numpy mask must be bool, [T, S] = [{t}, {s}] or [H, T, S]; "
+            f"pass jnp.asarray(mask) if it differs over the batch"
+        )
+    return Dense(mask)
+
+
+def _with_window(static: Mask | None, window: Any) -> Mask | None:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(
+            f"window={window!r} must be a pair (left, right) of tokens beside the query's own; "
+            f"use ({window!r}, 0) for tokens before it"
+        )
+    if static is not None and (found := contains(static, SlidingWindow)) is not None:
+        raise ValueError(
+            f"window={tuple(window)} together with a mask that has {found} in it; which one should hold? Pass the "
+            f"window, or the mask: mask & SlidingWindow{tuple(window)}"
+        )
+    inside = SlidingWindow(*window)
+    if window[0] is None and window[1] is None:
+        return static
+    return inside if static is None else static & inside
+
+
+def _four_axes(name: str, array: jax.Array, full: tuple[int, ...], may_be_one: tuple[int, ...]) -> jax.Array:
+    """The array with axes of one in front, [B or 1, H or 1, ...], or an error."""
+    shape = (1,) * (4 - array.ndim) + array.shape
+    fits = len(shape) == 4 and all(
+        size == want or (size == 1 and axis in may_be_one)
+        for axis, (size, want) in enumerate(zip(shape, full, strict=True))
+    )
+    if not fits:
+        ones = ", ".join("BHTS"[axis] for axis in may_be_one)
+        raise ValueError(
+            f"{name} is {_shown(array)}; it must broadcast to [B, H, T, S] = {list(full)}, where {ones} may be 1: "
+            f"add axes in front with {name}[None]"
+        )
+    return array.reshape(shape)
+
+
+def _settle_segments(ids: Any, b: int, t: int, s: int, unbatched: bool) -> tuple[jax.Array | None, jax.Array | None]:
+    if ids is None:
+        return None, None
+    pair = ids if isinstance(ids, tuple | list) else (ids, ids)
+    if len(pair) != 2:
+        raise ValueError(f"segment_ids has {len(pair)} arrays; pass one array [B, T], or a pair (q ids, kv ids)")
+    settled = []
+    for which, length, array in zip(("q", "kv"), (t, s), pair, strict=True):
+        array = jnp.asarray(array)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"segment_ids has dtype {array.dtype.name}; they must be integers: ids.astype(jnp.int32)")
+        array = array[None] if unbatched and array.ndim == 1 else array
+        if array.shape != (b, length):
+            remedy = " pass a pair (q ids, kv ids)" if t != s and not isinstance(ids, tuple | list) else ""
+            raise ValueError(
+                f"segment_ids of {which} is {_shown(array)}; it must be [{b}, {length}], an id for each token;{remedy}"
+            )
+        settled.append(array.astype(jnp.int32))
+    return settled[0], settled[1]
+
+
+def _settle_bias(bias: Any, b: int, t: int, h: int, s: int) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = jnp.asarray(bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(
+            f"bias is {_shown(bias)}; it must be floating: pass bias.astype(jnp.float32), or give bools as mask="
+        )
+    bias = _four_axes("bias", bias, (b, h, t, s), may_be_one=(0, 1, 2))
+    size_bytes = bias.size * bias.dtype.itemsize
+    if size_bytes > _MOST_BIAS_BYTES:
+        raise ValueError(
+            f"bias is {_shown(bias)}, {size_bytes / 2**30:,.0f} GiB to hold and to read for each pass, and its gradient as "
+            f"much again; give what it depends on instead: a mask of tilewright.masks, a window, soft_cap, or a bias "
+            f"[B, H, 1, S] of the keys alone"
+        )
+    return bias
+
+
+def _settle_sinks(sinks: Any, h: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks is {_shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
+    return sinks
+
+
+def _shown(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

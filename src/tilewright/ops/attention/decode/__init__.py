@@ -1,0 +1,1 @@
+"""Attention of a few queries over a cache: in one piece, or in pages."""

@@ -1,0 +1,227 @@
+"""`decode_attention` and `paged_attention`: the last tokens of each sequence against a cache of all its tokens."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from tilewright.core.dispatch import Op, register
+
+_DTYPES = ("float32", "bfloat16", "float64")
+_MOST_QUERIES = 64
+_IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+_FAMILY = "tilewright.ops.attention.decode"
+
+DECODE = register(Op(name="decode_attention", family=_FAMILY, implementations=_IMPLEMENTATIONS))
+PAGED = register(Op(name="paged_attention", family=_FAMILY, implementations=_IMPLEMENTATIONS))
+
+
+def decode_attention(
+    q: Float[Array, "B *T H D"],
+    k: Float[Array, "B S KV D"],
+    v: Float[Array, "B S KV Dv"],
+    lengths: Int[Array, " B"],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_logsumexp: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Array | tuple[Array, Array]:
+    r"""Attention of one or a few tokens at the end of each sequence over its cache.
+
+    The cache of sequence b holds `lengths[b]` tokens, the queries' own the last of them: query t of T stands at position
+    p = lengths[b] - T + t, and attends to the keys s with p - window <= s <= p. With a_s = cap(scale q . k_s),
+
+        out = sum_s exp(a_s - logsumexp) v_s        logsumexp = log(sum_s exp(a_s) + exp(sinks_h))
+
+    What the cache holds past the length is never used, whatever it is. A query without a key gives zeros.
+
+    Args:
+      q: queries [B, T, H, D], or [B, H, D] for one token each; float32 or bfloat16.
+      k: keys [B, S, KV, D], of q's dtype; S is the room of the cache. H is a multiple of KV.
+      v: values [B, S, KV, Dv].
+      lengths: [B] integers, the tokens of each sequence, the new ones included. A length outside of [0, S] makes the
+        result of its sequence NaN.
+      window: how many tokens before its own position a query attends to; None for all.
+      scale: the factor of the logits, D ** -0.5 unless told; a number, known when traced.
+      soft_cap: bounds the logits to (-soft_cap, soft_cap); a number, known when traced.
+      sinks: [H] a logit for each head that takes weight and has no value.
+      return_logsumexp: also return logsumexp [B, T, H], float32.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes (tilewright.ops.attention.decode.config).
+
+    Returns:
+      out [B, T, H, Dv] (or [B, H, Dv]) of q's dtype; with return_logsumexp a pair.
+    """
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    for name, array in (("k", k), ("v", v)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} is {_shown(array)}; it must be [B, S, KV, D], a cache for each sequence")
+        if array.shape[0] != jnp.shape(q)[0]:
+            raise ValueError(
+                f"{name} is {_shown(array)} and q has B={jnp.shape(q)[0]}; there must be a cache for each q"
+            )
+    return _attend(
+        DECODE,
+        q,
+        k,
+        v,
+        None,
+        lengths,
+        k.shape[1],
+        window,
+        scale,
+        soft_cap,
+        sinks,
+        return_logsumexp,
+        implementation,
+        config,
+    )
+
+
+def paged_attention(
+    q: Float[Array, "B *T H D"],
+    k_pages: Float[Array, "P page KV D"],
+    v_pages: Float[Array, "P page KV Dv"],
+    page_table: Int[Array, "B pages"],
+    lengths: Int[Array, " B"],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_logsumexp: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Array | tuple[Array, Array]:
+    r"""`decode_attention` over a cache that lies in pages, which sequences share a pool of.
+
+    Key s of sequence b is row s % page of page `page_table[b, s // page]`. Entries of the table past the length of a
+    sequence are never used; they may be anything.
+
+    Args:
+      q: queries [B, T, H, D], or [B, H, D] for one token each; float32 or bfloat16.
+      k_pages: the pool of keys [P, page, KV, D], of q's dtype.
+      v_pages: the pool of values [P, page, KV, Dv].
+      page_table: [B, pages] integers, the pages of each sequence in order.
+      lengths: [B] integers, the tokens of each sequence, the new ones included.
+      window: as for `decode_attention`, like all that follow.
+      scale: the factor of the logits.
+      soft_cap: bounds the logits.
+      sinks: [H] a logit for each head.
+      return_logsumexp: also return logsumexp [B, T, H], float32.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes (tilewright.ops.attention.decode.config).
+
+    Returns:
+      out [B, T, H, Dv] (or [B, H, Dv]) of q's dtype; with return_logsumexp a pair.
+    """
+    k, v, table = jnp.asarray(k_pages), jnp.asarray(v_pages), jnp.asarray(page_table)
+    for name, array in (("k_pages", k), ("v_pages", v)):
+        if array.ndim != 4 or 0 in array.shape:
+            raise ValueError(f"{name} is {_shown(array)}; it must be [P, page, KV, D], a pool of pages")
+    if not jnp.issubdtype(table.dtype, jnp.integer) or table.ndim != 2 or table.shape[0] != jnp.shape(q)[0]:
+        raise ValueError(
+            f"page_table is {_shown(table)} and q has B={jnp.shape(q)[0]}; it must be integers [B, pages], "
+            f"a row of pages for each sequence"
+        )
+    # No implementation sees a page that it could read out of bounds with.
+    table = jnp.clip(table, 0, k.shape[0] - 1).astype(jnp.int32)
+    room = table.shape[1] * k.shape[1]
+    return _attend(
+        PAGED, q, k, v, table, lengths, room, window, scale, soft_cap, sinks, return_logsumexp, implementation, config
+    )
+
+
+def _attend(
+    op: Op,
+    q: Any,
+    k: jax.Array,
+    v: jax.Array,
+    table: jax.Array | None,
+    lengths: Any,
+    room: int,
+    window: Any,
+    scale: Any,
+    soft_cap: Any,
+    sinks: Any,
+    return_logsumexp: bool,
+    implementation: str | None,
+    config: Any,
+) -> Any:
+    q, lengths = jnp.asarray(q), jnp.asarray(lengths)
+    _validate(q, k, v, lengths, window, scale, soft_cap)
+    one_token = q.ndim == 3
+    q = q[:, None] if one_token else q
+    h, d = q.shape[2:]
+    if sinks is not None:
+        sinks = jnp.asarray(sinks)
+        if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+            raise ValueError(f"sinks is {_shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
+    in_range = (lengths >= 0) & (lengths <= room)
+    safe = jnp.where(in_range, lengths, 0).astype(jnp.int32)
+    out, logsumexp = op.run(
+        (q, k, v, table, safe, sinks),
+        {
+            "window": None if window is None else int(window),
+            "scale": float(d**-0.5 if scale is None else scale),
+            "soft_cap": None if soft_cap is None else float(soft_cap),
+        },
+        implementation=implementation,
+        config=config,
+    )
+    factor = jnp.where(in_range, 1.0, jnp.nan)
+    out = out * factor.astype(out.dtype)[:, None, None, None]
+    logsumexp = logsumexp + (factor - 1.0).astype(logsumexp.dtype)[:, None, None]
+    if one_token:
+        out, logsumexp = out[:, 0], logsumexp[:, 0]
+    return (out, logsumexp) if return_logsumexp else out
+
+
+def _validate(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, window: Any, scale: Any, soft_cap: Any
+) -> None:
+    if q.ndim not in (3, 4) or q.dtype.name not in _DTYPES or 0 in q.shape:
+        raise ValueError(
+            f"q is {_shown(q)}; it must be [B, T, H, D] or [B, H, D] of float32 or bfloat16, with no axis of 0"
+        )
+    if q.ndim == 4 and q.shape[1] > _MOST_QUERIES:
+        raise ValueError(
+            f"q has T={q.shape[1]} queries a sequence; decoding takes {_MOST_QUERIES} at most: use flash_attention for "
+            f"whole sequences"
+        )
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"q has dtype {q.dtype.name}, k {k.dtype.name} and v {v.dtype.name}; they must be equal: pass q.astype(k.dtype)"
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"v is {_shown(v)} and k is {_shown(k)}; only their last axes may differ")
+    if k.shape[3] != q.shape[-1]:
+        raise ValueError(f"k is {_shown(k)} and q is {_shown(q)}; the last axes must be equal (D={q.shape[-1]})")
+    heads, kv_heads = q.shape[-2], k.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q has H={heads} heads and k has KV={kv_heads}; H must be a multiple of KV, each KV head serving H / KV "
+            f"query heads"
+        )
+    if lengths.shape != q.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths is {_shown(lengths)}; it must be integers [B] = [{q.shape[0]}]")
+    numbers = (int, float, np.integer, np.floating)
+    for name, value in (("window", window), ("scale", scale), ("soft_cap", soft_cap)):
+        if value is not None and not isinstance(value, numbers):
+            raise ValueError(
+                f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced"
+            )
+    if window is not None and (window < 0 or window != int(window)):
+        raise ValueError(f"window={window} must be a number of tokens, 0 or more; use None for all of them")
+    if soft_cap is not None and not 0 < soft_cap < float("inf"):
+        raise ValueError(f"soft_cap={soft_cap} must be positive and finite; use None for no cap")
+
+
+def _shown(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

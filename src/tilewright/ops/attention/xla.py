@@ -1,0 +1,323 @@
+"""Attention in plain JAX, a block of queries against a block of keys at a time: the logits never exist whole.
+
+Forward: for each block of queries a loop over the blocks of keys that its mask has work in, with an online softmax.
+Backward: for each block of keys a loop over the blocks of queries; the logits are made once more, and their gradient is
+used for dk and dv, which are then finished, and added to dq.
+
+Floor: 2 (D + Dv) FLOPs for each pair that attends, and 2 (3 D + 2 Dv) in the backward. Here whole blocks are computed.
+Blocks that a static mask leaves empty are skipped: the loops run over lists that are made when traced. Segments and mask
+arrays are applied, and skip nothing.
+Memory beyond inputs and gradients: a few tiles [B, H, block_q, block_k], q, k, v and their gradients with the heads in
+front, and dq in float32. A mask that is not made from positions adds its different partial blocks.
+
+Any T and S: both are padded to whole blocks, which costs a copy where they are not; keys past S are masked.
+
+Numerics: float32 inputs are multiplied in float32 (Precision.HIGHEST), on TPUs and GPUs too. Weights and gradients of
+logits are rounded to the inputs' dtype for the products that use them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import Launch
+from tilewright.core.manual_axes import vary_over, varying_axes
+from tilewright.core.numerics import accumulator
+from tilewright.ops.attention.config import XlaConfig
+from tilewright.ops.attention.gradient import Operands, Settings, with_gradient
+from tilewright.ops.attention.masks import EMPTY, FULL, Grid, Mask
+from tilewright.ops.attention.plan import BlockTable, block_table
+from tilewright.ops.attention.reference import MASKED_BELOW
+
+Config = XlaConfig
+
+
+def default_config(chip: Chip, q: Any, k: Any, *arrays: Any, **options: Any) -> XlaConfig:
+    del chip, arrays, options
+    return XlaConfig.for_shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+
+
+class _Blocks:
+    """A call cut into blocks, with the heads in front: [B, KV, group, length, width]."""
+
+    def __init__(self, operands: Operands, settings: Settings, config: XlaConfig):
+        self.operands, self.settings = operands, settings
+        (self.b, self.t, self.h, self.d), (_, self.s, self.kv, self.dv) = operands.q.shape, operands.v.shape
+        self.group = self.h // self.kv
+        self.block_q, self.block_k = min(config.block_q, self.t), min(config.block_k, self.s)
+        self.grid = Grid(self.t, self.s, self.block_q, self.block_k, settings.q_offset)
+        self.table = block_table(settings.mask, self.grid)
+        self.accumulate = accumulator(operands.q.dtype)
+        self.q = self.heads_first(operands.q)  # [B, KV, group, T, D]
+        self.k = self.pad(operands.k.transpose(0, 2, 1, 3), 2, self.block_k)  # [B, KV, S, D]
+        self.v = self.pad(operands.v.transpose(0, 2, 1, 3), 2, self.block_k)
+        bias, q_ids, kv_ids, keep = operands.bias, operands.q_segments, operands.kv_segments, operands.keep
+        if bias is not None:
+            bias = self.pad(self.pad(bias, 3, self.block_k), 2, self.block_q if bias.shape[2] > 1 else 1)
+        self.bias = bias
+        self.q_ids = None if q_ids is None else self.pad(q_ids, 1, self.block_q)
+        self.kv_ids = None if kv_ids is None else self.pad(kv_ids, 1, self.block_k)
+        self.keep = None if keep is None else self.pad(self.pad(keep, 3, self.block_k), 2, self.block_q)
+        self.contents, self.content = None, None
+        if settings.mask is not None and not settings.mask.computable:
+            self.contents, self.content = _contents(self.table)
+
+    @staticmethod
+    def pad(array: jax.Array, axis: int, block: int) -> jax.Array:
+        missing = -array.shape[axis] % block
+        if not missing:
+            return array
+        return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
+
+    def heads_first(self, array: jax.Array) -> jax.Array:
+        """[B, T, H, ...] as [B, KV, group, T, ...], T padded to whole blocks."""
+        split = array.reshape(self.b, self.t, self.kv, self.group, *array.shape[3:])
+        return self.pad(jnp.moveaxis(split, 1, 3), 3, self.block_q)
+
+    def rows_first(self, array: jax.Array) -> jax.Array:
+        """[B, H, T] as [B, KV, group, T, 1], T padded to whole blocks."""
+        return self.pad(array.reshape(self.b, self.kv, self.group, self.t), 3, self.block_q)[..., None]
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Zeros to start a loop with, whose type inside shard_map is that of what will be added."""
+        return vary_over(jnp.zeros(shape, dtype), varying_axes(self.operands.q))
+
+    def block(self, array: jax.Array, axis: int, index: jax.Array, size: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, index * size, size, axis)
+
+    def dot(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=self.accumulate)
+
+    def logits(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A tile of logits, -inf where a pair does not attend, and without bias: each [B, KV, group, block_q, block_k]."""
+        block_q, block_k = self.block_q, self.block_k
+        q, k = self.block(self.q, 3, i, block_q), self.block(self.k, 2, j, block_k)
+        raw = self.dot("bkgqd,bksd->bkgqs", q, k) * self.settings.scale
+        cap = self.settings.soft_cap
+        capped = raw if cap is None else cap * jnp.tanh(raw / cap)
+        logits = capped
+        if self.bias is not None:
+            logits = logits + jnp.broadcast_to(
+                self.spread(self.bias_block(self.bias, i, j)).astype(logits.dtype), logits.shape
+            )
+        rows = i * block_q + jnp.arange(block_q, dtype=jnp.int32)[:, None]
+        columns = j * block_k + jnp.arange(block_k, dtype=jnp.int32)[None, :]
+        allowed = jnp.broadcast_to(columns < self.s, (block_q, block_k))
+        if self.settings.mask is not None and self.contents is None:
+            allowed = allowed & self.settings.mask.keep(rows, columns, self.settings.q_offset)
+        allowed = allowed[None, None]
+        if self.contents is not None and self.content is not None:
+            here = jax.lax.dynamic_index_in_dim(self.content, i, 1, keepdims=False)
+            here = jax.lax.dynamic_index_in_dim(here, j, 1, keepdims=False)  # [1 or heads]
+            allowed = allowed & self.contents[here][None]
+        if self.q_ids is not None and self.kv_ids is not None:
+            q_ids, kv_ids = self.block(self.q_ids, 1, i, block_q), self.block(self.kv_ids, 1, j, block_k)
+            allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+        if self.keep is not None:
+            allowed = allowed & self.block(self.block(self.keep, 2, i, block_q), 3, j, block_k)
+        return jnp.where(self.spread(allowed), logits, -jnp.inf), capped
+
+    def bias_block(self, bias: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        bias = self.block(bias, 3, j, self.block_k)
+        return bias if bias.shape[2] == 1 else self.block(bias, 2, i, self.block_q)
+
+    def spread(self, array: jax.Array) -> jax.Array:
+        """[B or 1, H or 1, ...] as [B or 1, KV or 1, group or 1, ...]."""
+        heads = (self.kv, self.group) if array.shape[1] == self.h else (1, 1)
+        return array.reshape(array.shape[0], *heads, *array.shape[2:])
+
+
+def _contents(table: BlockTable) -> tuple[jax.Array, jax.Array]:
+    """The different blocks of a mask, full and empty ones too, and which one each block has."""
+    shape = table.contents.shape[1:]
+    every = np.concatenate([table.contents, np.ones((1, *shape), bool), np.zeros((1, *shape), bool)])
+    full, empty = len(table.contents), len(table.contents) + 1
+    which = np.where(table.kinds == FULL, full, np.where(table.kinds == EMPTY, empty, table.content))
+    return jnp.asarray(every), jnp.asarray(which.astype(np.int32))
+
+
+def _visits(table: BlockTable, stays: str) -> tuple[jax.Array, jax.Array]:
+    """For each block that stays, the blocks that any head visits [num, longest], and how many they are [num]."""
+    visited = (table.kinds != EMPTY).any(0)
+    visited = visited if stays == "q" else visited.T
+    counts = visited.sum(1)
+    longest = max(1, int(counts.max()))
+    order = np.argsort(~visited, axis=1, stable=True)[:, :longest]
+    return jnp.asarray(order.astype(np.int32)), jnp.asarray(counts.astype(np.int32))
+
+
+def _forward(operands: Operands, settings: Settings, launch: Launch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    blocks = _Blocks(operands, settings, launch.config)
+    visits, counts = _visits(blocks.table, "q")
+    rows = (blocks.b, blocks.kv, blocks.group, blocks.block_q, 1)
+    lowest = jnp.full(rows, MASKED_BELOW, blocks.accumulate)
+    total_at_start = jnp.zeros(rows, blocks.accumulate)
+    if operands.sinks is not None:
+        # A sink is a key that was seen already, without a value.
+        sinks = operands.sinks.astype(blocks.accumulate).reshape(1, blocks.kv, blocks.group, 1, 1)
+        lowest = jnp.maximum(lowest, jnp.broadcast_to(sinks, rows))
+        total_at_start = jnp.broadcast_to(jnp.exp(sinks - lowest[:1, :, :, :1]), rows)
+
+    def rows_of(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def step(n: jax.Array, carry: Any) -> Any:
+            highest, total, acc = carry
+            j = visits[i, n]
+            logits, _ = blocks.logits(i, j)  # [B, KV, group, block_q, block_k]
+            new_highest = jnp.maximum(highest, jnp.max(logits, axis=4, keepdims=True))
+            weights = jnp.exp(logits - new_highest)
+            alpha = jnp.exp(highest - new_highest)
+            total = total * alpha + jnp.sum(weights, axis=4, keepdims=True)
+            v = blocks.block(blocks.v, 2, j, blocks.block_k)
+            acc = acc * alpha + blocks.dot("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
+            return new_highest, total, acc
+
+        axes = varying_axes(operands.q)
+        start = (
+            vary_over(lowest, axes),
+            vary_over(total_at_start, axes),
+            blocks.zeros((*rows[:4], blocks.dv), blocks.accumulate),
+        )
+        highest, total, acc = jax.lax.fori_loop(0, counts[i], step, start)
+        out = acc / jnp.where(total == 0, 1.0, total)
+        return out.astype(operands.q.dtype), highest[..., 0], total[..., 0]
+
+    out, highest, total = jax.lax.map(rows_of, jnp.arange(blocks.grid.num_q, dtype=jnp.int32))
+    out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B, num_q, block_q, KV, group, Dv]
+    out = out.reshape(blocks.b, -1, blocks.h, blocks.dv)[:, : blocks.t]
+
+    def statistic(array: jax.Array) -> jax.Array:
+        return jnp.moveaxis(array, 0, 3).reshape(blocks.b, blocks.h, -1)[:, :, : blocks.t]
+
+    return out, statistic(highest), statistic(total)
+
+
+class _Rows:
+    """What the backward needs of each query, with the heads in front."""
+
+    def __init__(self, blocks: _Blocks, d_out: jax.Array, highest: jax.Array, total: jax.Array, delta: jax.Array):
+        self.blocks = blocks
+        self.d_out = blocks.heads_first(d_out)  # [B, KV, group, T, Dv]
+        self.highest, self.delta = blocks.rows_first(highest), blocks.rows_first(delta)
+        total = blocks.rows_first(total)
+        self.factor = jnp.where(total == 0, 0.0, 1.0 / jnp.where(total == 0, 1.0, total))
+
+    def of(self, array: jax.Array, i: jax.Array) -> jax.Array:
+        return self.blocks.block(array, 3, i, self.blocks.block_q)
+
+    def gradients(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Weights, gradients of the logits, and the soft-capped part: each [B, KV, group, block_q, block_k]."""
+        blocks = self.blocks
+        logits, capped = blocks.logits(i, j)
+        weights = jnp.exp(logits - self.of(self.highest, i)) * self.of(self.factor, i)
+        v = blocks.block(blocks.v, 2, j, blocks.block_k)
+        d_weights = blocks.dot("bkgqd,bksd->bkgqs", self.of(self.d_out, i), v)
+        return weights, weights * (d_weights - self.of(self.delta, i)), capped
+
+
+def _backward(
+    operands: Operands,
+    d_out: jax.Array,
+    highest: jax.Array,
+    total: jax.Array,
+    delta: jax.Array,
+    settings: Settings,
+    launch: Launch,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    blocks = _Blocks(operands, settings, launch.config)
+    rows = _Rows(blocks, d_out, highest, total, delta)
+    visits, counts = _visits(blocks.table, "k")
+    dtype, accumulate, cap = operands.q.dtype, blocks.accumulate, settings.soft_cap
+
+    def keys_of(dq: jax.Array, j: jax.Array) -> tuple[jax.Array, Any]:
+        k = blocks.block(blocks.k, 2, j, blocks.block_k)
+
+        def step(n: jax.Array, carry: Any) -> Any:
+            dq, dk, dv = carry
+            i = visits[j, n]
+            weights, d_logits, capped = rows.gradients(i, j)
+            dv = dv + blocks.dot("bkgqs,bkgqd->bksd", weights.astype(dtype), rows.of(rows.d_out, i))
+            if cap is not None:
+                d_logits = d_logits * (1.0 - jnp.square(capped / cap))
+            d_logits = (d_logits * settings.scale).astype(dtype)
+            dk = dk + blocks.dot("bkgqs,bkgqd->bksd", d_logits, rows.of(blocks.q, i))
+            added = rows.of(dq, i) + blocks.dot("bkgqs,bksd->bkgqd", d_logits, k)
+            return jax.lax.dynamic_update_slice_in_dim(dq, added, i * blocks.block_q, 3), dk, dv
+
+        start = (dq, blocks.zeros(k.shape, accumulate), blocks.zeros((*k.shape[:3], blocks.dv), accumulate))
+        dq, dk, dv = jax.lax.fori_loop(0, counts[j], step, start)
+        return dq, (dk.astype(dtype), dv.astype(dtype))
+
+    start = blocks.zeros(blocks.q.shape, accumulate)
+    dq, (dk, dv) = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
+    dq = jnp.moveaxis(dq[:, :, :, : blocks.t], 3, 1).reshape(operands.q.shape).astype(dtype)
+
+    def of_keys(array: jax.Array) -> jax.Array:
+        """[num_k, B, KV, block_k, ...] as [B, S, KV, ...]."""
+        joined = jnp.moveaxis(array, (0, 3), (1, 2))
+        return joined.reshape(blocks.b, -1, blocks.kv, array.shape[-1])[:, : blocks.s]
+
+    dbias = None
+    if operands.bias is not None:
+        dbias = bias_gradient(operands, d_out, highest, total, delta, settings, launch.config)
+    return dq, of_keys(dk), of_keys(dv), dbias
+
+
+def bias_gradient(
+    operands: Operands,
+    d_out: jax.Array,
+    highest: jax.Array,
+    total: jax.Array,
+    delta: jax.Array,
+    settings: Settings,
+    config: XlaConfig,
+) -> jax.Array:
+    """The gradient of the bias, summed over what it was broadcast over. Apart, so that jit drops it where it is unused."""
+    blocks = _Blocks(operands, settings, config)
+    rows = _Rows(blocks, d_out, highest, total, delta)
+    visits, counts = _visits(blocks.table, "k")
+    assert operands.bias is not None
+    assert blocks.bias is not None
+    summed_over = [axis for axis in range(3) if blocks.bias.shape[axis] == 1]
+
+    def keys_of(dbias: jax.Array, j: jax.Array) -> tuple[jax.Array, None]:
+        def step(n: jax.Array, dbias: jax.Array) -> jax.Array:
+            i = visits[j, n]
+            _, d_logits, _ = rows.gradients(i, j)
+            whole = d_logits.reshape(blocks.b, blocks.h, blocks.block_q, blocks.block_k)
+            added = blocks.bias_block(dbias, i, j) + jnp.sum(whole, axis=summed_over, keepdims=True)
+            at = (0, 0, 0 if dbias.shape[2] == 1 else i * blocks.block_q, j * blocks.block_k)
+            return jax.lax.dynamic_update_slice(dbias, added, at)
+
+        return jax.lax.fori_loop(0, counts[j], step, dbias), None
+
+    start = blocks.zeros(blocks.bias.shape, blocks.accumulate)
+    dbias, _ = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
+    return dbias[:, :, : operands.bias.shape[2], : blocks.s].astype(operands.bias.dtype)
+
+
+_flash_attention = with_gradient(_forward, _backward)
+
+
+def flash_attention_xla(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S KV D"],
+    v: Float[Array, "B S KV Dv"],
+    bias: Float[Array, "_ _ _ S"] | None,
+    sinks: Float[Array, " H"] | None,
+    q_segments: Int[Array, "B T"] | None,
+    kv_segments: Int[Array, "B S"] | None,
+    keep: Bool[Array, "_ _ T S"] | None,
+    *,
+    mask: Mask | None,
+    scale: float,
+    soft_cap: float | None,
+    q_offset: int,
+    launch: Launch,
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
+    """Out and logsumexp."""
+    settings = Settings(mask, scale, soft_cap, q_offset)
+    return _flash_attention(q, k, v, bias, sinks, q_segments, kv_segments, keep, settings, launch)

@@ -1,0 +1,172 @@
+"""`rms_norm`, `layer_norm` and `gated_rms_norm`: norms over the last axis, each with its weights."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tilewright.core.dispatch import Op, register
+from tilewright.ops.norm.gradient import Norm
+
+_DTYPES = ("float32", "bfloat16", "float64")
+_ACTIVATIONS = ("silu", "sigmoid")
+_IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+
+RMS_NORM = register(Op(name="rms_norm", family="tilewright.ops.norm", implementations=_IMPLEMENTATIONS))
+LAYER_NORM = register(Op(name="layer_norm", family="tilewright.ops.norm", implementations=_IMPLEMENTATIONS))
+GATED_RMS_NORM = register(Op(name="gated_rms_norm", family="tilewright.ops.norm", implementations=_IMPLEMENTATIONS))
+
+
+def rms_norm(
+    x: Float[Array, "*tokens D"],
+    w: Float[Array, " D"],
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Float[Array, "*tokens D"]:
+    r"""RMS norm over the last axis.
+
+        y = x / sqrt(mean(x^2) + eps) * (offset + w)
+
+    Args:
+      x: [..., D], float32 or bfloat16. All arithmetic is in float32.
+      w: [D], of x's dtype or float32. Its gradient has its dtype.
+      eps: added to the mean of the squares; a number, known when traced.
+      offset: added to w: 1.0 for models whose weights are kept around zero (Qwen3-Next, Gemma).
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes, a config of the implementation (tilewright.ops.norm.config).
+
+    Returns:
+      y [..., D], of x's dtype.
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    _validate(x, {"w": w}, eps, offset)
+    norm = Norm(eps=float(eps), offset=float(offset))
+    return _run(RMS_NORM, x, None, w, None, norm, implementation, config)
+
+
+def layer_norm(
+    x: Float[Array, "*tokens D"],
+    w: Float[Array, " D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    eps: float = 1e-5,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Float[Array, "*tokens D"]:
+    r"""Layer norm over the last axis.
+
+        y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * w + bias
+
+    Args:
+      x: [..., D], float32 or bfloat16. All arithmetic is in float32.
+      w: [D], of x's dtype or float32. Its gradient has its dtype.
+      bias: [D], of x's dtype or float32, or None.
+      eps: added to the variance; a number, known when traced.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes, a config of the implementation (tilewright.ops.norm.config).
+
+    Returns:
+      y [..., D], of x's dtype.
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    bias = None if bias is None else jnp.asarray(bias)
+    _validate(x, {"w": w, "bias": bias}, eps)
+    return _run(LAYER_NORM, x, None, w, bias, Norm(eps=float(eps), centered=True), implementation, config)
+
+
+def gated_rms_norm(
+    x: Float[Array, "*tokens D"],
+    gate: Float[Array, "*tokens D"],
+    w: Float[Array, " D"],
+    *,
+    activation: Literal["silu", "sigmoid"] = "silu",
+    eps: float = 1e-6,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Float[Array, "*tokens D"]:
+    r"""RMS norm over the last axis, times an activated gate: what comes after a linear attention head.
+
+        y = x / sqrt(mean(x^2) + eps) * w * act(gate)
+
+    Args:
+      x: [..., D], float32 or bfloat16; D is the width of a head. All arithmetic is in float32.
+      gate: of x's shape, and of its dtype or float32. It is not normalised.
+      w: [D], of x's dtype or float32. Its gradient has its dtype.
+      activation: "silu" (Qwen3-Next) or "sigmoid" (Kimi Linear).
+      eps: added to the mean of the squares; a number, known when traced.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes, a config of the implementation (tilewright.ops.norm.config).
+
+    Returns:
+      y [..., D], of x's dtype.
+    """
+    x, gate, w = jnp.asarray(x), jnp.asarray(gate), jnp.asarray(w)
+    _validate(x, {"w": w}, eps)
+    if gate.shape != x.shape:
+        raise ValueError(
+            f"gate is {_shown(gate)} and x is {_shown(x)}; gate must have the shape of x: "
+            f"use jnp.broadcast_to(gate, x.shape), or gate.reshape(x.shape) where it has the heads in one axis"
+        )
+    _validate_dtype("gate", gate, x)
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not an activation of gated_rms_norm; use 'silu' or 'sigmoid'")
+    return _run(GATED_RMS_NORM, x, gate, w, None, Norm(eps=float(eps), activation=activation), implementation, config)
+
+
+def _run(
+    op: Op,
+    x: jax.Array,
+    gate: jax.Array | None,
+    w: jax.Array,
+    bias: jax.Array | None,
+    norm: Norm,
+    implementation: str | None,
+    config: Any,
+) -> jax.Array:
+    if x.size == 0:
+        return x
+    return op.run((x, gate, w, bias), {"norm": norm}, implementation=implementation, config=config)
+
+
+def _validate(x: jax.Array, weights: dict[str, jax.Array | None], eps: Any, offset: Any = 0.0) -> None:
+    if x.ndim < 1 or x.dtype.name not in _DTYPES:
+        raise ValueError(f"x is {_shown(x)}; it must be [..., D] of float32 or bfloat16: x.astype(jnp.bfloat16)")
+    d = x.shape[-1]
+    if d < 1:
+        raise ValueError(f"x is {_shown(x)}; D must be at least 1: pass an x with columns")
+    for name, array in weights.items():
+        if array is None:
+            continue
+        if array.shape != (d,):
+            remedy = f"jnp.ones({d}) for no scale" if name == "w" else "None for no bias"
+            raise ValueError(
+                f"{name} is {_shown(array)} and x is {_shown(x)}; {name} must be [D], one number for each column of x "
+                f"(D={d}): use {remedy}"
+            )
+        _validate_dtype(name, array, x)
+    for name, value in (("eps", eps), ("offset", offset)):
+        if not isinstance(value, (int, float, np.integer, np.floating)):
+            raise ValueError(
+                f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
+                f"pass a float"
+            )
+    if not (0 <= eps < math.inf):
+        raise ValueError(f"eps={eps} must be finite and not negative; use 1e-6")
+
+
+def _validate_dtype(name: str, array: jax.Array, x: jax.Array) -> None:
+    if array.dtype not in (x.dtype, jnp.float32):
+        raise ValueError(
+            f"{name} has dtype {array.dtype.name} and x has {x.dtype.name}; {name} must have x's dtype or float32: "
+            f"pass {name}.astype(x.dtype)"
+        )
+
+
+def _shown(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

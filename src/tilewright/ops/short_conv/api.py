@@ -1,0 +1,213 @@
+"""`short_conv`: a depthwise causal convolution over a few tokens, and `short_conv_step` for one token at a time."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tilewright.core.dispatch import Op, register
+from tilewright.core.numerics import accumulator
+
+MIN_WIDTH, MAX_WIDTH = 2, 8
+_ACTIVATIONS = (None, "silu")
+_DTYPES = ("float32", "bfloat16", "float64")
+
+Activation = Literal["silu"] | None
+
+OP = register(
+    Op(
+        name="short_conv",
+        family="tilewright.ops.short_conv",
+        implementations=("pallas_tpu", "xla", "reference"),
+    )
+)
+
+
+def short_conv(
+    x: Float[Array, "*B T D"],
+    w: Float[Array, "W D"],
+    *,
+    bias: Float[Array, " D"] | None = None,
+    activation: Activation = None,
+    initial_state: Float[Array, "*B W-1 D"] | None = None,
+    segment_ids: Int[Array, "*B T"] | None = None,
+    implementation: str | None = None,
+    config: Any = None,
+) -> tuple[Float[Array, "*B T D"], Float[Array, "*B W-1 D"]]:
+    r"""A depthwise causal convolution over time, with bias and activation, and the state to go on from.
+
+    For each token t and channel d
+
+        y_td = act(bias_d + sum_{i=0}^{W-1} w_id x_{t-(W-1)+i, d})
+
+    so w[W-1] multiplies the token itself and w[0] the oldest. What comes before the first token is `initial_state`, or 0.
+
+    Args:
+      x: [B, T, D], or [T, D] without a batch; float32 or bfloat16. Any T, 0 too.
+      w: [W, D], 2 <= W <= 8, of x's dtype or float32. Its gradient has its dtype.
+      bias: [D], of x's dtype or float32, or None.
+      activation: None or "silu".
+      initial_state: [B, W-1, D] of x's dtype: the W-1 inputs before the first token, oldest first; None for zeros.
+      segment_ids: [B, T] integers, for several sequences in a row. No tap reaches over a change of id, not even to an
+        equal id behind it. `initial_state` belongs to the first token's segment. A change is seen inside a call only.
+      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes, a config of the implementation (tilewright.ops.short_conv.config).
+
+    Returns:
+      y [B, T, D] and final_state [B, W-1, D], both of x's dtype. final_state holds the last W-1 inputs, oldest first; where
+      T < W-1 it begins with the end of initial_state. With segment_ids it holds inputs of the last token's segment only,
+      and zeros before them. Given to the next call as its initial_state, the two calls are one long call. With segment_ids
+      that holds where the second call goes on with the last segment of the first; where it begins another one, pass None
+      (or, a row at a time, `jnp.where(same[:, None, None], final_state, 0)`).
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    bias = None if bias is None else jnp.asarray(bias)
+    initial_state = None if initial_state is None else jnp.asarray(initial_state)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    if x.ndim not in (2, 3) or x.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"x is {_shown(x)}; it must be [B, T, D] or [T, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
+        )
+    _validate_filter(x, w, bias, activation)
+    _validate_state("initial_state", initial_state, x, (*x.shape[:-2], w.shape[0] - 1, x.shape[-1]))
+    _validate_segments(segment_ids, x)
+
+    batched = x.ndim == 3
+    if not batched:
+        x = x[None]
+        initial_state, segment_ids = (None if a is None else a[None] for a in (initial_state, segment_ids))
+    batch, length, d = x.shape
+    if batch and length:
+        reach = None if segment_ids is None else _reach(segment_ids, w.shape[0])
+        y, final_state = OP.run(
+            (x, w, bias, initial_state, reach),
+            {"activation": activation},
+            implementation=implementation,
+            config=config,
+        )
+    else:
+        y = x
+        final_state = jnp.zeros((batch, w.shape[0] - 1, d), x.dtype) if initial_state is None else initial_state
+    return (y, final_state) if batched else (y[0], final_state[0])
+
+
+def short_conv_step(
+    state: Float[Array, "*B W-1 D"],
+    x_t: Float[Array, "*B D"],
+    w: Float[Array, "W D"],
+    *,
+    bias: Float[Array, " D"] | None = None,
+    activation: Activation = None,
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B W-1 D"]]:
+    r"""`short_conv` for one token: its output, and the state for the next.
+
+        y_d = act(bias_d + w_{W-1,d} x_d + sum_{i=0}^{W-2} w_id state_id)
+
+    Args:
+      state: [B, W-1, D], or [W-1, D] without a batch: the inputs before this token, oldest first, as `short_conv` returns
+        them; zeros to begin with.
+      x_t: [B, D] or [D], of the state's dtype.
+      w: [W, D], of x_t's dtype or float32.
+      bias: [D], or None.
+      activation: None or "silu".
+
+    Returns:
+      y_t, of x_t's shape and dtype, and the new state: the old one without its oldest input, and with x_t.
+    """
+    state, x_t, w = jnp.asarray(state), jnp.asarray(x_t), jnp.asarray(w)
+    bias = None if bias is None else jnp.asarray(bias)
+    if x_t.ndim not in (1, 2) or x_t.dtype.name not in _DTYPES:
+        raise ValueError(f"x_t is {_shown(x_t)}; it must be [B, D] or [D] of float32 or bfloat16: one token")
+    _validate_filter(x_t, w, bias, activation, name="x_t")
+    _validate_state("state", state, x_t, (*x_t.shape[:-1], w.shape[0] - 1, x_t.shape[-1]))
+    wide = accumulator(x_t.dtype)
+    window = jnp.concatenate([state, x_t[..., None, :]], axis=-2)  # [B, W, D]
+    filters = jnp.broadcast_to(w.astype(wide), window.shape)
+    y = jnp.sum(window.astype(wide) * filters, axis=-2)  # [B, D]
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(wide), y.shape)
+    if activation == "silu":
+        y = jax.nn.silu(y)
+    return y.astype(x_t.dtype), window[..., 1:, :]
+
+
+def _reach(segment_ids: jax.Array, width: int) -> jax.Array:
+    """How many tokens each token may look back, at most W-1: [B, T] int32. The state continues the first segment."""
+    length = segment_ids.shape[1]
+    before = jnp.pad(segment_ids, ((0, 0), (width - 1, 0)), mode="edge")  # [B, W-1 + T]
+    same = (before[:, 1:] == before[:, :-1]).astype(jnp.int32)  # [B, W-2 + T]: same id as the token before
+    connected = jnp.ones_like(segment_ids, jnp.int32)  # [B, T]
+    reach = jnp.zeros_like(connected)
+    for lag in range(width - 1):
+        start = width - 2 - lag
+        connected = connected * same[:, start : start + length]
+        reach = reach + connected
+    return reach
+
+
+def _validate_filter(x: jax.Array, w: jax.Array, bias: jax.Array | None, activation: Any, *, name: str = "x") -> None:
+    d = x.shape[-1]
+    if d < 1:
+        raise ValueError(f"{name} is {_shown(x)}; D must be at least 1: pass an {name} with channels")
+    if w.ndim != 2:
+        raise ValueError(f"w is {_shown(w)}; it must be [W, D], a row for each tap: w[:, 0, :] if it has an axis of 1")
+    if w.shape[1] != d:
+        transposed = w.shape[0] == d and MIN_WIDTH <= w.shape[1] <= MAX_WIDTH
+        remedy = "it looks transposed: pass w.T" if transposed else f"pass a w with {d} columns"
+        raise ValueError(
+            f"w is {_shown(w)} and {name} is {_shown(x)}; the last axis of w must be that of {name} (D={d}); {remedy}"
+        )
+    if not MIN_WIDTH <= w.shape[0] <= MAX_WIDTH:
+        raise ValueError(
+            f"w is {_shown(w)}, of width W={w.shape[0]}; the width must be {MIN_WIDTH} to {MAX_WIDTH}: "
+            f"use jax.lax.conv_general_dilated for a longer filter, and a product for a single tap"
+        )
+    for argument, array in (("w", w), ("bias", bias)):
+        if array is not None and array.dtype not in (x.dtype, jnp.float32):
+            raise ValueError(
+                f"{argument} has dtype {array.dtype.name} and {name} has {x.dtype.name}; {argument} must have "
+                f"{name}'s dtype or float32: pass {argument}.astype({name}.dtype)"
+            )
+    if bias is not None and bias.shape != (d,):
+        raise ValueError(
+            f"bias is {_shown(bias)} and {name} is {_shown(x)}; bias must be [D], here [{d}]; None for none"
+        )
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"activation={activation!r} is not an activation of short_conv; use None or 'silu', and apply others to y"
+        )
+
+
+def _validate_state(name: str, state: jax.Array | None, x: jax.Array, shape: tuple[int, ...]) -> None:
+    if state is None:
+        return
+    if state.shape != shape:
+        raise ValueError(
+            f"{name} is {_shown(state)} and x is {_shown(x)}; {name} must be {list(shape)}: the W-1 inputs before the "
+            f"first token, oldest first, with x's batch and channels"
+        )
+    if state.dtype != x.dtype:
+        raise ValueError(
+            f"{name} has dtype {state.dtype.name} and x has {x.dtype.name}; {name} holds inputs, so it must have their "
+            f"dtype: pass {name}.astype(x.dtype)"
+        )
+
+
+def _validate_segments(segment_ids: jax.Array | None, x: jax.Array) -> None:
+    if segment_ids is None:
+        return
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids has dtype {segment_ids.dtype.name}; segment_ids must be integers: "
+            f"pass segment_ids.astype(jnp.int32)"
+        )
+    if segment_ids.shape != x.shape[:-1]:
+        raise ValueError(
+            f"segment_ids is {_shown(segment_ids)} and x is {_shown(x)}; segment_ids must have one id for each token, "
+            f"{list(x.shape[:-1])}: use jnp.broadcast_to where all sequences are split alike"
+        )
+
+
+def _shown(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

@@ -1,0 +1,163 @@
+"""Ours beside JAX's own TPU attention, as libtpu schedules them: `python -m tests.ops.attention.compare_with_jax`.
+
+B = 1, H = 8, T = 8,192, D = 128, bfloat16, causal and with a window of 1,024 tokens. Nothing runs on a TPU: the figures are
+bundles of the final schedule. Of each kernel the whole pass over a step's logits is counted once, and held against
+the logits that the pass covers. Where a kernel's pass stands under a condition (`pl.when`), as in splash, `occasional` has
+it, so both are added; the blocks of a first and last step are in that sum too, in all the kernels alike.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import flash_attention as flash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
+
+from tilewright import aot, flash_attention
+from tilewright.core.chip import Chip
+from tilewright.ops.attention import masks
+from tilewright.ops.attention.config import PallasTpuConfig
+from tilewright.ops.attention.masks import FULL, PARTIAL, Grid
+from tilewright.ops.attention.plan import block_table
+
+B, H, T, D = 1, 8, 8192, 128
+WINDOW = 1024
+OURS = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
+THEIRS = jax.ShapeDtypeStruct((B, H, T, D), jnp.bfloat16)
+UNIT = 2**20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel of a function: which it is by its place, the logits of one pass, and how many passes a causal call has."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    logits: tuple[int, ...]
+    """Of a pass of each kernel, in order."""
+
+
+def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *arrays: jnp.sum(function(*arrays).astype(jnp.float32)), (0, 1, 2))
+
+
+def ours(**options: Any) -> Callable[..., Any]:
+    return functools.partial(flash_attention, implementation="pallas_tpu", **options)
+
+
+def jax_flash(block: int = 512, **options: Any) -> Callable[..., Any]:
+    sizes = flash.BlockSizes(
+        block_q=block,
+        block_k_major=2 * block,
+        block_k=block,
+        block_b=1,
+        block_q_major_dkv=block,
+        block_k_major_dkv=block,
+        block_k_dkv=block,
+        block_q_dkv=block,
+        block_k_major_dq=block,
+        block_k_dq=block,
+        block_q_dq=block,
+    )
+    return functools.partial(flash.flash_attention, sm_scale=D**-0.5, block_sizes=sizes, **options)
+
+
+def jax_splash(mask: Any, block: int = 1024, compute: int = 512) -> Callable[..., Any]:
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=compute,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=compute,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    kernel = splash.make_splash_mha_single_device(
+        splash_masks.MultiHeadMask([mask] * H), block_sizes=sizes, save_residuals=False
+    )
+    return jax.vmap(kernel)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chip", default="v6e")
+    parser.add_argument("--limit", type=float, default=1800.0)
+    parser.add_argument("--only", default="ours,flash,splash")
+    arguments = parser.parse_args()
+    chip = Chip.named(arguments.chip)
+    config = PallasTpuConfig.for_shape(chip, T, T, D, D, 2)
+    whole, whole_bwd = config.block_q * config.block_k, config.block_q_bwd * config.block_k_bwd
+    square = 1024 * 1024
+    entries = [
+        Entry("ours, full blocks", with_gradients(ours()), (OURS,) * 3, (whole, whole_bwd)),
+        Entry("ours, causal", with_gradients(ours(causal=True)), (OURS,) * 3, (whole, whole_bwd)),
+        Entry(
+            "ours, window", with_gradients(ours(causal=True, window=(WINDOW - 1, 0))), (OURS,) * 3, (whole, whole_bwd)
+        ),
+        Entry("flash, causal", jax_flash(causal=True), (THEIRS,) * 3, (512 * 1024,)),
+        Entry(
+            "splash, causal",
+            with_gradients(jax_splash(splash_masks.CausalMask((T, T)))),
+            (THEIRS,) * 3,
+            (square,) * 3,
+        ),
+        Entry(
+            "splash, window",
+            with_gradients(jax_splash(splash_masks.LocalMask((T, T), (WINDOW - 1, 0), 0))),
+            (THEIRS,) * 3,
+            (square,) * 3,
+        ),
+    ]
+    print(f"{chip.name}, B {B} H {H} T {T} D {D} bfloat16; ours with {config}")
+    for name, mask in (("causal", masks.Causal()), ("window", masks.Causal() & masks.SlidingWindow(WINDOW - 1, None))):
+        table = block_table(mask, Grid(T, T, config.block_q, config.block_k))
+        full, partial = ((table.kinds == kind).sum() for kind in (FULL, PARTIAL))
+        first, end = table.tiles("k", config.tile_k)
+        tiles = (end - first)[table.kinds == PARTIAL].sum()
+        print(
+            f"ours, {name}: {full} full blocks a head, {partial} partial ones with {tiles} tiles of {config.tile_k} keys"
+        )
+    header = (
+        "kernel",
+        "grid",
+        "bundles a pass",
+        f"a {UNIT:,} logits",
+        "MXU cycles a pass",
+        "spilled stores",
+        "VMEM MiB",
+    )
+    print(" | ".join(header))
+    for entry in entries:
+        if entry.name.split(",")[0] not in arguments.only.split(","):
+            continue
+        report = aot.compile(entry.function, *entry.arguments, chip=chip, limit_s=arguments.limit)
+        if not report.ok:
+            print(f"{entry.name} | {report.cause} | {report.remedy}", flush=True)
+            continue
+        for kernel, logits in zip(report.kernels, entry.logits, strict=False):
+            schedule = kernel.schedule
+            if schedule is None:
+                print(f"{entry.name} {kernel.name} | {kernel.note}", flush=True)
+                continue
+            bundles = schedule.bundles + schedule.occasional
+            cells = (
+                f"{entry.name}: {kernel.name}",
+                str(kernel.grid),
+                f"{bundles:,} ({schedule.occasional:,} conditional)",
+                f"{bundles * UNIT / logits:,.0f}",
+                f"{schedule.mxu_cycles:,.0f}",
+                f"{schedule.spill_stores / max(1, schedule.stores):.0%}",
+                f"{schedule.vmem_bytes / 2**20:.1f}",
+            )
+            print(" | ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""decode_attention and paged_attention: the contract of each, and what is their own: lengths, pages, windows, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tilewright
+from tests.ops.contract import OpContract, able_to_run
+from tilewright import decode_attention, flash_attention, paged_attention
+from tilewright.ops.attention.decode.config import PallasTpuConfig
+
+IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+class TestDecode(OpContract):
+    op_name = "decode_attention"
+
+
+class TestPaged(OpContract):
+    op_name = "paged_attention"
+
+
+def draw(b=3, t=2, s=40, h=4, kv=2, d=16, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((b, t, h, d), (b, s, kv, d), (b, s, kv, d))
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+
+@every_implementation
+def test_it_is_causal_attention_at_the_end_of_each_sequence(implementation: str) -> None:
+    """Each sequence by itself, cut to its length, with flash_attention; what the cache holds beyond is never used."""
+    q, k, v = draw()
+    lengths = jnp.array([40, 17, 2])
+    beyond = (jnp.arange(40)[None, :] >= lengths[:, None])[:, :, None, None]
+    k_dirty, v_dirty = (jnp.where(beyond, jnp.nan, cache) for cache in (k, v))
+    with able_to_run(implementation):
+        got = decode_attention(q, k_dirty, v_dirty, lengths, window=9, implementation=implementation)
+    for row, length in enumerate([40, 17, 2]):
+        expected = flash_attention(
+            q[row],
+            k[row, :length],
+            v[row, :length],
+            causal=True,
+            window=(9, 0),
+            q_offset=length - 2,
+            implementation="reference",
+        )
+        np.testing.assert_allclose(got[row], expected, rtol=2e-5, atol=2e-6)
+
+
+@every_implementation
+def test_pages_in_any_order_are_the_cache_in_one_piece(implementation: str) -> None:
+    q, k, v = draw(b=2, s=48)
+    lengths = jnp.array([35, 16])
+    table = np.array([[5, 0, 3], [1, 4, 2]])
+    pools = [np.zeros((6, 16, 2, 16), np.float32) for _ in range(2)]
+    for pool, cache in zip(pools, (k, v), strict=True):
+        for row in range(2):
+            pool[table[row]] = np.asarray(cache[row]).reshape(3, 16, 2, 16)
+    # Past the length of the second sequence, which fills one page, the table may hold anything.
+    dirty = jnp.asarray(table).at[1, 1:].set(jnp.array([-7, 10_000]))
+    with able_to_run(implementation):
+        got = paged_attention(
+            q, pools[0], pools[1], dirty, lengths, implementation=implementation, return_logsumexp=True
+        )
+    expected = decode_attention(q, k, v, lengths, implementation="reference", return_logsumexp=True)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_lengths_at_their_ends(implementation: str) -> None:
+    """No tokens give zeros; fewer tokens than queries leave the first ones without keys; out of range gives NaN."""
+    q, k, v = draw(b=4)
+    lengths = jnp.array([0, 1, 41, -1])
+    out, logsumexp = decode_attention(q, k, v, lengths, return_logsumexp=True, implementation=implementation)
+    assert not np.any(out[0])
+    assert np.all(logsumexp[0] == -np.inf)
+    assert not np.any(out[1, 0])
+    np.testing.assert_allclose(out[1, 1], jnp.repeat(v[1, 0], 2, axis=0), rtol=1e-6)
+    assert np.all(np.isnan(out[2:]))
+    assert np.all(np.isnan(logsumexp[2:]))
+
+
+def test_one_token_may_come_without_its_axis() -> None:
+    q, k, v = draw(t=1)
+    lengths = jnp.array([40, 17, 2])
+    np.testing.assert_array_equal(decode_attention(q[:, 0], k, v, lengths), decode_attention(q, k, v, lengths)[:, 0])
+
+
+def test_the_tpu_kernel_lowers_without_a_tpu() -> None:
+    struct = jax.ShapeDtypeStruct
+    cache = struct((64, 32, 8, 128), "bfloat16")
+    with tilewright.target("v5e"):
+        traced = jax.jit(paged_attention).trace(
+            struct((4, 32, 128), "bfloat16"), cache, cache, struct((4, 16), "int32"), struct((4,), "int32")
+        )
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1
+
+
+LENGTHS = jnp.array([40, 17, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((3, 0, 4, 16))}, r"q is float32\[3, 0, 4, 16\]; it must be .* with no axis of 0"),
+        ({"q": jnp.zeros((3, 100, 4, 16))}, r"q has T=100 queries a sequence; .*use flash_attention for whole"),
+        ({"q": jnp.zeros((3, 1, 3, 16))}, r"q has H=3 heads and k has KV=2; H must be a multiple of KV"),
+        ({"q": jnp.zeros((3, 1, 4, 8))}, r"k is float32\[3, 40, 2, 16\] and q .*last axes must be equal \(D=8\)"),
+        ({"q": jnp.zeros((3, 1, 4, 16), jnp.bfloat16)}, r"q has dtype bfloat16, k float32 .*pass q.astype\(k.dtype\)"),
+        ({"k": jnp.zeros((40, 2, 16))}, r"k is float32\[40, 2, 16\]; it must be \[B, S, KV, D\]"),
+        ({"k": jnp.zeros((2, 40, 2, 16))}, r"k is float32\[2, 40, 2, 16\] and q has B=3; .*a cache for each q"),
+        ({"v": jnp.zeros((3, 41, 2, 16))}, r"v is float32\[3, 41, 2, 16\] and k .*only their last axes may differ"),
+        ({"lengths": jnp.zeros((3,))}, r"lengths is float32\[3\]; it must be integers \[B\] = \[3\]"),
+        ({"window": -1}, r"window=-1 must be a number of tokens, 0 or more; use None for all"),
+        ({"scale": jnp.ones(())}, r"scale=.* is not a Python number"),
+        ({"soft_cap": 0.0}, r"soft_cap=0.0 must be positive and finite"),
+        ({"sinks": jnp.zeros((2,))}, r"sinks is float32\[2\]; it must be floating \[H\] = \[4\]"),
+    ],
+)
+def test_bad_input_is_named_with_its_remedy(change: dict, message: str) -> None:
+    q, k, v = draw()
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**{"q": q, "k": k, "v": v, "lengths": LENGTHS} | change)
+
+
+def test_bad_pages_are_named_with_their_remedy() -> None:
+    q, _, _ = draw()
+    pages = jnp.zeros((6, 16, 2, 16))
+    with pytest.raises(ValueError, match=r"k_pages is float32\[16, 2, 16\]; it must be \[P, page, KV, D\]"):
+        paged_attention(q, pages[0], pages, jnp.zeros((3, 2), jnp.int32), LENGTHS)
+    with pytest.raises(
+        ValueError, match=r"page_table is int32\[2, 2\] and q has B=3; it must be integers \[B, pages\]"
+    ):
+        paged_attention(q, pages, pages, jnp.zeros((2, 2), jnp.int32), LENGTHS)
+
+
+def test_what_the_kernel_cannot_take_is_refused_with_a_way_out() -> None:
+    q, k, v = draw()
+    with pytest.raises(ValueError, match=r"block_k=24 must be a positive multiple of 16 \(sublanes"):
+        PallasTpuConfig(24, 1, 1)
+    with (
+        tilewright.target("v6e"),
+        pytest.raises(
+            tilewright.Unsupported, match=r"block_heads=1 must divide KV=2, and fill whole lanes .*use 2, or"
+        ),
+    ):
+        decode_attention(q, k, v, LENGTHS, implementation="pallas_tpu", config=PallasTpuConfig(32, 1, 1))
+    pages = jnp.zeros((6, 4, 2, 16))
+    with (
+        tilewright.target("v6e"),
+        pytest.raises(
+            tilewright.Unsupported, match=r"pages of 4 keys are not whole tiles of 8; use pages of 8 or more"
+        ),
+    ):
+        paged_attention(q, pages, pages, jnp.zeros((3, 2), jnp.int32), LENGTHS, implementation="pallas_tpu")

@@ -1,0 +1,460 @@
+"""flash_attention: the contract, and what is its own: masks, groups, segments, bias, sinks, memory, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+import tilewright
+from tests.ops.contract import OpContract, able_to_run
+from tilewright import flash_attention, masks
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import find_op
+from tilewright.ops.attention.cases import _case
+from tilewright.ops.attention.config import PallasTpuConfig, XlaConfig
+from tilewright.workbench.bench import Timing, bench_case
+from tilewright.workbench.check import CaseCheck
+
+IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+TINY_BLOCKS = {
+    # 256 keys are two blocks and two chunks, and the tiles of a block are two.
+    "pallas_tpu": PallasTpuConfig(128, 256, 128, 128, 128, 128, 128, 128, 128),
+    "xla": XlaConfig(block_q=24, block_k=40),
+}
+
+
+class TestContract(OpContract):
+    op_name = "flash_attention"
+
+
+def draw(b=1, t=40, s=40, h=4, kv=2, d=16, dv=None, dtype="float32", seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((b, t, h, d), (b, s, kv, d), (b, s, kv, dv or d))
+    return tuple(jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def gradients(function, *arrays):
+    """The outputs, and the gradients of a sum that weighs every output."""
+
+    def total(*arrays):
+        out, logsumexp = function(*arrays)
+        weights = jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+        finite = jnp.where(jnp.isfinite(logsumexp), logsumexp, 0.0)
+        return jnp.sum(out * weights).astype(finite.dtype) + jnp.sum(jnp.sin(finite)), (out, logsumexp)
+
+    (_, outputs), grads = jax.jit(jax.value_and_grad(total, tuple(range(len(arrays))), has_aux=True))(*arrays)
+    return (*outputs, *grads)
+
+
+def assert_alike(got, expected, tolerance=2e-5):
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"causal": True}, {"is_causal": True}),
+        ({"window": (7, 3)}, {"local_window_size": (7, 3)}),
+        ({"scale": 0.3}, {"scale": 0.3}),
+        ({"bias": "bias"}, {"bias": "bias"}),
+        ({"mask": "mask"}, {"mask": "mask"}),
+    ],
+)
+def test_agrees_with_jax_nn(ours: dict, theirs: dict) -> None:
+    """An oracle that is not ours."""
+    q, k, v = draw(b=2, t=40, s=40)
+    arrays = {
+        "bias": jax.random.normal(jax.random.key(5), (2, 1, 40, 40)),
+        "mask": jax.random.bernoulli(jax.random.key(6), 0.7, (1, 4, 40, 40)),
+    }
+    ours = {name: arrays.get(value, value) if isinstance(value, str) else value for name, value in ours.items()}
+    theirs = {name: arrays.get(value, value) if isinstance(value, str) else value for name, value in theirs.items()}
+    with jax.default_matmul_precision("highest"):
+        expected = jax.nn.dot_product_attention(q, k, v, **theirs)
+    for implementation in ("xla", "reference"):
+        got = flash_attention(q, k, v, **ours, implementation=implementation)
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Widths of heads, groups and masks that the named cases do not have.
+        _case("d64_gqa8", 1, 33, 33, (8, 1), 64, mask=masks.SlidingWindow(9, 4)),
+        _case("d192_mla", 1, 130, 150, (2, 2), 192, 128, mask=masks.BlockSparse(np.eye(3, 3, dtype=bool), (50, 50))),
+        _case("d256_prefix", 1, 50, 50, (4, 1), 256, sinks=True, mask=masks.Causal() | masks.Prefix(9), soft_cap=9.0),
+        _case("key_bias", 2, 30, 140, (2, 2), 64, bias=(2, 2, 1)),
+        # Full blocks and empty ones and none between, with a block of queries that has no work.
+        _case(
+            "empty_rows",
+            1,
+            256,
+            256,
+            (1, 1),
+            32,
+            mask=masks.BlockSparse(np.array([[False, True], [False, False]]), (128, 128)),
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_more_shapes_meet_the_oracle(implementation: str, case) -> None:
+    held = CaseCheck(find_op("flash_attention"), case, "bfloat16" if case.name == "d256_prefix" else "float32")
+    with able_to_run(implementation):
+        results = held.check(implementation, config=TINY_BLOCKS[implementation] if case.name == "empty_rows" else None)
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+
+
+drawn_masks = st.sampled_from(
+    [
+        None,
+        masks.Causal(),
+        masks.Causal(-3) | masks.Prefix(11),
+        masks.SlidingWindow(20, 5) & ~masks.Prefix(4),
+        masks.MaskFn(lambda q, k: (q + k) % 3 != 1),
+        masks.Dilated(4) & masks.Causal(),
+    ]
+)
+
+
+@pytest.mark.parametrize(("implementation", "examples"), [("pallas_tpu", 3), ("xla", 6)])
+def test_any_mask_and_shape_in_many_small_blocks(implementation: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(
+        t=st.integers(1, 150),
+        s=st.integers(1, 300),
+        group=st.sampled_from([1, 3]),
+        mask=drawn_masks,
+        q_offset=st.integers(0, 30),
+    )
+    def check(t: int, s: int, group: int, mask, q_offset: int) -> None:
+        case = _case("drawn", 1, t, s, (group, 1), 16, mask=mask, q_offset=q_offset)
+        held = CaseCheck(find_op("flash_attention"), case, "float32", seed=t)
+        with able_to_run(implementation):
+            results = held.check(implementation, config=TINY_BLOCKS[implementation])
+        for result in results:
+            assert result.verdict.ok, f"T={t} S={s} {mask} {result.quantity}: {result.verdict}"
+
+    check()
+
+
+@every_implementation
+def test_a_query_without_keys_gives_zeros(implementation: str) -> None:
+    """Queries 0 to 4 stand before every key that they could attend to."""
+    q, k, v = draw(t=12, s=12)
+    run = {"mask": masks.Causal(-5), "return_logsumexp": True, "implementation": implementation}
+    with able_to_run(implementation):
+        out, logsumexp, dq, dk, dv = gradients(lambda *a: flash_attention(*a, **run), q, k, v)
+    assert not np.any(out[:, :5])
+    assert np.all(logsumexp[:, :5] == -np.inf)
+    assert not np.any(dq[:, :5])
+    assert np.all(np.isfinite(logsumexp[:, 5:]))
+    for gradient in (dq, dk, dv):
+        assert np.all(np.isfinite(gradient))
+
+
+@every_implementation
+def test_a_sink_alone_takes_all_the_weight(implementation: str) -> None:
+    q, k, v = draw(t=3, s=3)
+    sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+    with able_to_run(implementation):
+        out, logsumexp = flash_attention(
+            q, k, v, mask=masks.Prefix(0), sinks=sinks, return_logsumexp=True, implementation=implementation
+        )
+    assert not np.any(out)
+    np.testing.assert_allclose(logsumexp, np.broadcast_to(sinks, logsumexp.shape), rtol=1e-6)
+
+
+@every_implementation
+def test_a_mask_array_may_change_under_jit(implementation: str) -> None:
+    """Whole blocks empty, full and mixed, different from head to head, with one compiled program."""
+    q, k, v = draw(b=2, t=140, s=260, h=2, kv=1)
+    config = TINY_BLOCKS.get(implementation)
+    seen = []
+
+    @jax.jit
+    def run(mask):
+        seen.append(mask)
+        return flash_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            causal=True,
+            q_offset=120,
+            return_logsumexp=True,
+            implementation=implementation,
+            config=config,
+        )
+
+    first = jax.random.bernoulli(jax.random.key(1), 0.5, (2, 2, 140, 260))
+    second = jnp.zeros((2, 2, 140, 260), bool).at[:, 1, :, 130:].set(True).at[0, 0, :128, :128].set(True)
+    for mask in (first, second):
+        with able_to_run(implementation):
+            got = run(mask)
+        expected = flash_attention(
+            q, k, v, mask=mask, causal=True, q_offset=120, return_logsumexp=True, implementation="reference"
+        )
+        assert_alike(got, expected)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+def test_heads_with_masks_of_their_own(implementation: str) -> None:
+    q, k, v = draw(t=140, s=140, h=4, kv=2)
+    mask = masks.PerHead(
+        (masks.Causal(), masks.SlidingWindow(5, 5), masks.Prefix(3), masks.Dense(np.tri(140, 140, -20, dtype=bool)))
+    )
+
+    def run(implementation):
+        options = {"mask": mask, "return_logsumexp": True, "implementation": implementation}
+        return lambda *a: flash_attention(*a, **options, config=TINY_BLOCKS.get(implementation))
+
+    with able_to_run(implementation):
+        got = gradients(run(implementation), q, k, v)
+    assert_alike(got, gradients(run("reference"), q, k, v))
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+def test_a_pair_of_segment_ids_and_a_dense_mask_together(implementation: str) -> None:
+    q, k, v = draw(b=2, t=130, s=260)
+    q_ids = jnp.stack([jnp.arange(130) // 40, jnp.arange(130) // 130])
+    kv_ids = jnp.stack([jnp.arange(260) // 70, jnp.arange(260) // 140])
+    mask = np.random.default_rng(0).random((130, 260)) > 0.2
+
+    def run(implementation):
+        options = {
+            "segment_ids": (q_ids, kv_ids),
+            "mask": mask,
+            "return_logsumexp": True,
+            "implementation": implementation,
+        }
+        return lambda *a: flash_attention(*a, **options, config=TINY_BLOCKS.get(implementation))
+
+    with able_to_run(implementation):
+        got = gradients(run(implementation), q, k, v)
+    assert_alike(got, gradients(run("reference"), q, k, v))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_long_call_is_two_shorter_ones_joined(implementation: str) -> None:
+    """The keys in two parts, joined by their logsumexps; and the queries in two parts, the second with its offset."""
+    q, k, v = draw(t=20, s=30, d=32)
+    run = {"return_logsumexp": True, "implementation": implementation}
+    with able_to_run(implementation):
+        whole, logsumexp = flash_attention(q, k, v, causal=True, q_offset=10, **run)
+        parts = [
+            flash_attention(q, k[:, part], v[:, part], causal=True, q_offset=10 - part.start, **run)
+            for part in (slice(0, 13), slice(13, 30))
+        ]
+        second, _ = flash_attention(q[:, 7:], k, v, causal=True, q_offset=17, **run)
+    joined = np.logaddexp(parts[0][1], parts[1][1])
+    out = sum(part * np.exp(part_lse - joined)[..., None] for part, part_lse in parts)
+    np.testing.assert_allclose(joined, logsumexp, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(second, whole[:, 7:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_ten_thousand_stay_finite(implementation: str, dtype: str) -> None:
+    q, k, v = draw(t=9, s=9, dtype=dtype)
+    run = {"scale": 3000.0, "return_logsumexp": True, "implementation": implementation}
+    for values in gradients(lambda *a: flash_attention(*a, **run), q, k, v):
+        assert np.all(np.isfinite(np.asarray(values, np.float32)))
+
+
+def test_unbatched_and_empty_inputs() -> None:
+    q, k, v = draw()
+    np.testing.assert_allclose(
+        flash_attention(q[0], k[0], v[0], causal=True), flash_attention(q, k, v, causal=True)[0], rtol=1e-6
+    )
+    out, logsumexp = flash_attention(q, k[:, :0], v[:, :0], return_logsumexp=True)
+    assert not np.any(out)
+    assert np.all(logsumexp == -np.inf)
+    assert flash_attention(q[:, :0], k, v).shape == (1, 0, 4, 16)
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+def test_shard_map_over_the_batch(implementation: str, cpu_devices: list) -> None:
+    """Two devices with half of the batch each; the sinks are replicated, and their gradient is the sum."""
+    q, k, v = draw(b=2, t=20, s=20)
+    sinks = jnp.linspace(-1.0, 1.0, 4)
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=cpu_devices[:2])
+    split, whole = PartitionSpec("batch"), PartitionSpec()
+
+    def total(q, k, v, sinks, implementation=implementation):
+        return jnp.sum(flash_attention(q, k, v, causal=True, sinks=sinks, implementation=implementation) ** 2)
+
+    sharded = jax.shard_map(
+        lambda *a: jax.lax.psum(total(*a), "batch"), mesh=mesh, in_specs=(split, split, split, whole), out_specs=whole
+    )
+    with able_to_run(implementation):
+        got = jax.jit(jax.grad(sharded, (0, 1, 2, 3)))(q, k, v, sinks)
+    expected = jax.grad(lambda *a: total(*a, implementation="reference"), (0, 1, 2, 3))(q, k, v, sinks)
+    assert_alike(got, expected)
+
+
+def test_xla_holds_no_square_of_the_length() -> None:
+    """Compiled temporary memory of value and gradients: the logits of 8 heads at 8,192 tokens alone would be 2 GiB."""
+    op = find_op("flash_attention")
+    record = bench_case(op, op.case("causal_8k"), "xla", "bfloat16", "forward+backward", Timing(run=False))
+    assert 0 < record.metrics["temp_bytes"] < 0.3 * 2**30
+
+
+def test_the_tpu_kernels_lower_without_a_tpu() -> None:
+    """Forward and backward are a Mosaic kernel each, and a bias that nobody differentiates adds none."""
+    struct = jax.ShapeDtypeStruct((1, 300, 4, 80), "bfloat16")
+    bias = jax.ShapeDtypeStruct((1, 1, 300, 300), "float32")
+
+    def loss(q, k, v, bias):
+        return jnp.sum(flash_attention(q, k, v, causal=True, bias=bias, soft_cap=10.0).astype(jnp.float32))
+
+    with tilewright.target("v6e"):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(struct, struct, struct, bias)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 2
+    assert "stablehlo.while" not in text
+
+
+def test_a_step_is_spent_on_no_empty_block() -> None:
+    """The grid of a causal call has half the blocks, and of a window a band of them."""
+    struct = jax.ShapeDtypeStruct((1, 8192, 2, 128), "bfloat16")
+
+    def grid(**options):
+        config = PallasTpuConfig(512, 512, 256, 512, 512, 512, 256, 512, 8192)
+        with tilewright.target("v6e"):
+            traced = jax.jit(lambda q, k, v: flash_attention(q, k, v, config=config, **options)).trace(*[struct] * 3)
+        (call,) = [e for e in _equations(traced.jaxpr.jaxpr) if e.primitive.name == "pallas_call"]
+        return call.params["grid_mapping"].grid
+
+    assert grid() == (1, 2, 256)
+    assert grid(causal=True) == (1, 2, 16 * 17 // 2)
+    assert grid(causal=True, window=(1023, 0)) == (1, 2, 3 * 16 - 3)
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in equation.params.values():
+            for leaf in jax.tree.leaves(
+                parameter, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
+            ):
+                inner = getattr(leaf, "jaxpr", leaf)
+                if hasattr(inner, "eqns") and equation.primitive.name != "pallas_call":
+                    yield from _equations(inner)
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "v7x"])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 64, 64), (8192, 8192, 128, 128), (131_072, 131_072, 256, 256), (77, 4000, 192, 128)]
+)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_heuristic_fits_every_tpu(chip: str, shape: tuple[int, ...], itemsize: int) -> None:
+    known = Chip.named(chip)
+    config = PallasTpuConfig.for_shape(known, *shape, itemsize)
+    assert config.misfit(known, *shape[2:], itemsize) is None
+    assert -(-shape[1] // config.block_k) * config.block_k < 1.2 * shape[1] + 128
+
+
+SMALL = draw()
+LONG = jax.ShapeDtypeStruct((1, 131_072, 4, 16), "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((40, 16))}, r"q is float32\[40, 16\]; it must be \[B, T, H, D\] or \[T, H, D\]"),
+        ({"q": jnp.zeros((1, 40, 3, 16))}, r"q has H=3 heads and k has KV=2; H must be a multiple of KV"),
+        (
+            {"q": jnp.zeros((1, 40, 4, 16), jnp.bfloat16)},
+            r"k has dtype float32 and q has bfloat16.*k.astype\(q.dtype\)",
+        ),
+        ({"k": jnp.zeros((2, 40, 2, 16))}, r"k is float32\[2, 40, 2, 16\] and q .*the same batch"),
+        ({"k": jnp.zeros((1, 40, 2, 8))}, r"k is float32\[1, 40, 2, 8\] and q .*last axes must be equal \(D=16\)"),
+        ({"v": jnp.zeros((1, 41, 2, 16))}, r"v is float32\[1, 41, 2, 16\] and k .*the same S and KV"),
+        ({"mask": "causal"}, r"mask='causal' is not a mask; use a value of tilewright.masks, such as Causal\(\)"),
+        (
+            {"mask": np.zeros((40, 41), bool)},
+            r"mask is bool\[40, 41\]; a numpy mask must be bool, \[T, S\] = \[40, 40\]",
+        ),
+        ({"mask": masks.Dense(np.zeros((8, 8), bool))}, r"mask=Dense\(\[8, 8\]\) is not \[T, S\] = \[40, 40\]"),
+        (
+            {"mask": masks.PerHead((masks.Causal(),) * 3)},
+            r"made for 3 heads and q has H=4; stack one mask for each head",
+        ),
+        ({"mask": masks.Segments(np.zeros(8, int))}, r"Segments\(\[8\], \[8\]\) must have an id for each of T=40"),
+        ({"mask": masks.BlockSparse(np.zeros((2, 2), bool), (8, 8))}, r"BlockSparse.* must have \[5, 5\] blocks"),
+        ({"mask": jnp.zeros((40, 41), bool)}, r"mask is bool\[40, 41\]; it must broadcast to .*= \[1, 4, 40, 40\]"),
+        ({"mask": jnp.zeros((40, 40))}, r"mask is float32\[40, 40\]; it must be bool: .* additive one as bias="),
+        ({"window": 8}, r"window=8 must be a pair \(left, right\) of tokens beside the query's own; use \(8, 0\)"),
+        ({"window": (8, -1)}, r"right=-1 of SlidingWindow must be a number of tokens"),
+        (
+            {"window": (8, 0), "mask": masks.SlidingWindow(4, 4) & masks.Causal()},
+            r"window=\(8, 0\) together with a mask that has SlidingWindow\(left=4, right=4\) in it; which one",
+        ),
+        (
+            {"window": (2, 0), "mask": masks.Causal(-5000), "q_offset": 4096},
+            r"window=\(2, 0\) together with mask=Causal\(offset=-5000\) leaves no query anything .*contradict",
+        ),
+        ({"segment_ids": jnp.zeros((1, 40))}, r"segment_ids has dtype float32; they must be integers"),
+        ({"segment_ids": jnp.zeros((1, 39), jnp.int32)}, r"segment_ids of q is int32\[1, 39\]; it must be \[1, 40\]"),
+        ({"bias": jnp.zeros((40, 40), jnp.int32)}, r"bias is int32\[40, 40\]; it must be floating"),
+        (
+            {"bias": jnp.zeros((3, 1, 40, 40))},
+            r"bias is float32\[3, 1, 40, 40\]; it must broadcast to .*B, H, T may be 1",
+        ),
+        ({"sinks": jnp.zeros((2,))}, r"sinks is float32\[2\]; it must be floating \[H\] = \[4\]"),
+        ({"soft_cap": -1.0}, r"soft_cap=-1.0 must be positive and finite; use None for no cap"),
+        ({"scale": jnp.ones(())}, r"scale=.* is not a Python number; .*or multiply q by it"),
+        ({"q_offset": jnp.ones((), jnp.int32)}, r"q_offset=.* is not a Python integer; .*use decode_attention"),
+    ],
+)
+def test_bad_input_is_named_with_its_remedy(change: dict, message: str) -> None:
+    q, k, v = SMALL
+    with pytest.raises(ValueError, match=message):
+        flash_attention(**{"q": q, "k": k, "v": v} | change)
+
+
+def test_a_bias_of_the_square_of_a_long_length_says_what_it_costs() -> None:
+    bias = jax.ShapeDtypeStruct((4, 131_072, 131_072), "float32")
+    with pytest.raises(
+        ValueError, match=r"bias is float32\[1, 4, 131072, 131072\], 256 GiB to hold .*tilewright.masks"
+    ):
+        jax.eval_shape(lambda q, bias: flash_attention(q, q, q, bias=bias), LONG, bias)
+
+
+def test_a_config_that_breaks_a_rule_is_refused_when_built() -> None:
+    with pytest.raises(ValueError, match=r"tile_k=96 must be a positive multiple of 128 \(TPU lanes\); use 128, or"):
+        PallasTpuConfig(128, 128, 128, 96, 128, 128, 128, 128, 128)
+    with pytest.raises(ValueError, match=r"block_q=384 must be a multiple of tile_q=256; use 512"):
+        PallasTpuConfig(384, 128, 256, 128, 128, 128, 128, 128, 128)
+    with pytest.raises(ValueError, match=r"block_k=0 must be a positive integer; use 512"):
+        XlaConfig(8, 0)
+
+
+def test_what_does_not_fit_is_refused_before_the_compiler() -> None:
+    struct = jax.ShapeDtypeStruct((1, 131_072, 2, 128), "bfloat16")
+
+    def run(config):
+        with tilewright.target("v5p"):
+            jax.eval_shape(
+                lambda q: flash_attention(q, q, q, causal=True, implementation="pallas_tpu", config=config), struct
+            )
+
+    with pytest.raises(
+        tilewright.Unsupported,
+        match=r"its backward kernel needs about \d+ MiB of VMEM .*a v5p has 64; use a smaller chunk_k",
+    ):
+        run(PallasTpuConfig(512, 512, 256, 512, 512, 512, 256, 512, 131_072))
+    with pytest.raises(
+        tilewright.Unsupported,
+        match=r"its work list of 1 x 524,800 steps needs 4,100 KiB of scalar memory.*larger block_q",
+    ):
+        run(PallasTpuConfig(128, 128, 128, 128, 1024, 1024, 256, 512, 8192))

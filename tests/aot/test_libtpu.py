@@ -24,19 +24,20 @@ pytestmark = [
 ]
 
 
-def smallest_tpu_cases() -> list[tuple[str, bool, str]]:
-    return [
-        (op.name, grad, chip)
-        for op in registered().values()
-        if "pallas_tpu" in op.implementations
-        for grad in (False, True)
-        for chip in ("v5e", "v6e")
-    ]
+# One kernel or two of each family: what libtpu refuses is usually refused at any size. `tilewright compile` does the rest.
+SMOKE_SET = [
+    ("linear_cross_entropy", True, "v5e"),
+    ("linear_cross_entropy", True, "v6e"),
+    ("gated_delta_rule", False, "v6e"),
+    ("gated_rms_norm", True, "v6e"),
+    ("short_conv", True, "v6e"),
+    ("flash_attention", False, "v6e"),
+]
 
 
-@pytest.mark.parametrize(("op_name", "grad", "chip"), smallest_tpu_cases())
-def test_each_op_compiles(op_name: str, grad: bool, chip: str) -> None:
-    """The smoke set: each op's smallest case, forward and gradient, on two chips."""
+@pytest.mark.parametrize(("op_name", "grad", "chip"), SMOKE_SET)
+def test_each_family_compiles(op_name: str, grad: bool, chip: str) -> None:
+    """The smallest case of an op, forward or gradient."""
     op = registered()[op_name]
     case = min(op.cases, key=lambda case: case.work(4).bytes)
     function, structs = call(op, case, "pallas_tpu"), case.structs("bfloat16")
@@ -49,7 +50,8 @@ def test_each_op_compiles(op_name: str, grad: bool, chip: str) -> None:
     assert report.kernels
     for kernel in report.kernels:
         assert kernel.schedule is not None, kernel.note
-        assert kernel.floor_us is not None
+        # A kernel whose blocks are data has no floor, and says so.
+        assert kernel.floor_us is not None or "data" in kernel.note
         assert kernel.schedule.vmem_bytes > 0
 
 

@@ -76,20 +76,21 @@ class OpContract:
             metafunc.parametrize("dtype", DTYPES)
 
     def test_values_and_gradients_meet_the_oracle(self, implementation: str, case: str, dtype: str) -> None:
-        with able_to_run(implementation):
-            results = held_case(self.op_name, case, dtype).check(implementation)
-        assert results
-        for result in results:
-            assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+        """And the same call gives the same bits.
 
-    def test_the_same_call_gives_the_same_bits(self, implementation: str) -> None:
-        held = held_case(self.op_name, self.small_cases()[0], "float32")
+        In an interpreter, which is slow, the cases take the dtypes in turn; `tilewright check` takes both for each.
+        """
+        if needs_interpreter(implementation) and dtype != DTYPES[self.small_cases().index(case) % len(DTYPES)]:
+            pytest.skip("in the interpreter this case is tested in the other dtype")
+        held = held_case(self.op_name, case, dtype)
         both = jax.jit(call_with_gradients(call(held.op, held.case, implementation), held.case))
         with able_to_run(implementation):
             first = both(held.arrays, held.cotangents)
             second = both(held.arrays, held.cotangents)
-        for quantity in first:
-            np.testing.assert_array_equal(first[quantity], second[quantity], quantity)
+        assert first
+        for quantity, got in first.items():
+            assert_close(got, held.plain[quantity], held.oracle[quantity], quantity)
+            np.testing.assert_array_equal(got, second[quantity], quantity)
 
     def test_vmap(self, implementation: str) -> None:
         """A batch of calls is the calls one by one, gradients too."""
@@ -114,6 +115,8 @@ class OpContract:
             assert_close(values, held.plain[quantity], held.oracle[quantity], f"remat {quantity}")
 
     def test_without_jit(self, implementation: str) -> None:
+        if needs_interpreter(implementation):
+            pytest.skip("an interpreter is as it is under jit, and slow")
         held = held_case(self.op_name, self.small_cases()[0], "float32")
         both = call_with_gradients(call(held.op, held.case, implementation), held.case)
         with able_to_run(implementation):

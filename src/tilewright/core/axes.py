@@ -14,6 +14,7 @@
 | D, Dv  | the width of a head of attention: of queries and keys, of values            |
 | R      | pairs of features that a rotary embedding turns                             |
 | P      | pages of a paged cache                                                      |
+| W      | taps of a short convolution; there and in a norm D is the columns of x      |
 
 A block of an axis is `block_<letter>`, a count of blocks `num_<letter>`. A shape comment stands behind each load, dot
 and reshape: `# [block_n, block_v]`. `tokens` stands for any number of leading axes, none included.

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, Chunk, Gates, Masks, Runs, coarse_and_fine, halvings, masks
 from tilewright.ops.delta_rule.config import PallasTpuConfig, lanes
 from tilewright.ops.delta_rule.products import Exactness
@@ -251,7 +252,9 @@ def prepare(operands: Operands, layout: Layout) -> dict[str, jax.Array]:
     arrays["columns"] = jnp.concatenate(columns, axis=-1)
     if rows:
         arrays["rows"] = jnp.concatenate(rows, axis=-1)
-    return arrays | layout.mask_arrays
+    # Inside shard_map a kernel's operands vary alike.
+    axes = varying_axes(operands.v)
+    return arrays | {name: vary_over(mask, axes) for name, mask in layout.mask_arrays.items()}
 
 
 def _masks_of(ref: dict[str, Any], layout: Layout) -> Masks:

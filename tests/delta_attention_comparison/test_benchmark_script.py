@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 
-from delta_attention_comparison.benchmark_script import compare
-from delta_attention_comparison.contenders import OPS, PRESETS, TITLES
+from delta_attention_comparison.benchmark_script import _numerics_jobs, compare
+from delta_attention_comparison.contenders import LAYERS, OPS, PRESETS, TITLES
 from delta_attention_comparison.report import Findings, write_report
 from tilewright.cli.screen import Mistake
 from tilewright.core.records import Provenance, Record, read_records
@@ -63,6 +64,14 @@ def test_a_small_comparison_from_end_to_end(tmp_path: Path) -> None:
         assert f"({plot})" in report
     for record in recall:
         assert f"{record.metrics['accuracy']:.1%}" in report
+
+
+def test_every_layer_has_the_numerics_of_its_op_checked() -> None:
+    size = PRESETS["cpu"]
+    found = Findings("cpu", size, LAYERS, Provenance("cpu", "cpu", 1, {"jax": "0.12"}, None, "2026-01-01"))
+    jobs = _numerics_jobs(found, Progress())
+    checked = [(op.name, dtype) for op, _, dtype in (job.args for job in jobs)]
+    assert set(checked) == {(op, dtype) for op in OPS.values() for dtype in size.check_dtypes}
 
 
 def test_the_report_tells_how_each_layer_grows(tmp_path: Path) -> None:

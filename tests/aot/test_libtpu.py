@@ -26,12 +26,18 @@ pytestmark = [
 
 # One kernel or two of each family: what libtpu refuses is usually refused at any size. `tilewright compile` does the rest.
 SMOKE_SET = [
-    ("linear_cross_entropy", True, "v5e"),
     ("linear_cross_entropy", True, "v6e"),
     ("gated_delta_rule", False, "v6e"),
     ("gated_rms_norm", True, "v6e"),
-    ("short_conv", True, "v6e"),
-    ("flash_attention", False, "v6e"),
+    *(
+        pytest.param(*entry, marks=pytest.mark.slow)
+        for entry in (
+            ("linear_cross_entropy", True, "v5e"),
+            ("short_conv", True, "v6e"),
+            ("flash_attention", False, "v6e"),
+            ("gated_delta_rule", True, "v6e"),
+        )
+    ),
 ]
 
 

@@ -10,8 +10,10 @@ TPU kernels run in the TPU interpreter with race detection and with NaN in unini
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,20 +70,30 @@ class OpContract:
         return [case.name for case in cls.op().cases if case.small]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", self.small_cases())
-        if "implementation" in metafunc.fixturenames:
-            metafunc.parametrize("implementation", self.op().implementations)
-        if "dtype" in metafunc.fixturenames:
-            metafunc.parametrize("dtype", DTYPES)
+        """Every case, implementation and dtype that a test asks for.
+
+        Interpreters are slow. In one, the cases take the dtypes in turn (`tilewright check` takes both for each), and the
+        first two cases' values are what runs by default; the rest is marked slow.
+        """
+        ranges = {"implementation": self.op().implementations, "case": self.small_cases(), "dtype": DTYPES}
+        asked = [name for name in ranges if name in metafunc.fixturenames]
+        if not asked:
+            return
+        chosen = []
+        for values in itertools.product(*(ranges[name] for name in asked)):
+            given = dict(zip(asked, values, strict=True))
+            marks: list[Any] = []
+            if needs_interpreter(given.get("implementation", "")):
+                place = self.small_cases().index(given["case"]) if "case" in given else 0
+                if "dtype" in given and given["dtype"] != DTYPES[place % len(DTYPES)]:
+                    continue
+                transformed = metafunc.function.__name__ in ("test_vmap", "test_remat")
+                marks = [pytest.mark.slow] if transformed or place > 1 else []
+            chosen.append(pytest.param(*values, marks=marks))
+        metafunc.parametrize(asked, chosen)
 
     def test_values_and_gradients_meet_the_oracle(self, implementation: str, case: str, dtype: str) -> None:
-        """And the same call gives the same bits.
-
-        In an interpreter, which is slow, the cases take the dtypes in turn; `tilewright check` takes both for each.
-        """
-        if needs_interpreter(implementation) and dtype != DTYPES[self.small_cases().index(case) % len(DTYPES)]:
-            pytest.skip("in the interpreter this case is tested in the other dtype")
+        """And the same call gives the same bits."""
         held = held_case(self.op_name, case, dtype)
         both = jax.jit(call_with_gradients(call(held.op, held.case, implementation), held.case))
         with able_to_run(implementation):

@@ -81,7 +81,7 @@ def test_agrees_with_jax_nn(ours: dict, theirs: dict) -> None:
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@pytest.mark.parametrize("implementation", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "xla"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -123,7 +123,9 @@ drawn_masks = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize(("implementation", "examples"), [("pallas_tpu", 3), ("xla", 6)])
+@pytest.mark.parametrize(
+    ("implementation", "examples"), [pytest.param("pallas_tpu", 3, marks=pytest.mark.slow), ("xla", 6)]
+)
 def test_any_mask_and_shape_in_many_small_blocks(implementation: str, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(

@@ -276,7 +276,12 @@ TINY_BLOCKS = {"pallas_tpu": PallasTpuConfig(16, 2, 2), "xla": XlaConfig(8, 3)}
 
 
 @pytest.mark.parametrize(
-    ("op", "implementation"), [("gated_delta_rule", "pallas_tpu"), ("kda", "pallas_tpu"), ("kda", "xla")]
+    ("op", "implementation"),
+    [
+        pytest.param("gated_delta_rule", "pallas_tpu", marks=pytest.mark.slow),
+        pytest.param("kda", "pallas_tpu", marks=pytest.mark.slow),
+        ("kda", "xla"),
+    ],
 )
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(

@@ -4,7 +4,9 @@ The files in tests/golden/ops were made by fla-core 0.6.0 in float32; the loss i
 """
 
 import contextlib
+import itertools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,19 @@ FILES = sorted(
 TOLERANCE = 3e-6
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla", "reference"])
-@pytest.mark.parametrize("name", FILES)
+# In an interpreter two cases of each op run by default; the others are slow.
+BY_DEFAULT = ("gva", "strong_gate")
+
+
+def every_file_and_implementation() -> list[Any]:
+    pairs = []
+    for name, implementation in itertools.product(FILES, ("pallas_tpu", "xla", "reference")):
+        slow = needs_interpreter(implementation) and not name.endswith(BY_DEFAULT)
+        pairs.append(pytest.param(name, implementation, marks=[pytest.mark.slow] if slow else []))
+    return pairs
+
+
+@pytest.mark.parametrize(("name", "implementation"), every_file_and_implementation())
 def test_values_states_and_gradients(name: str, implementation: str) -> None:
     with np.load(GOLDEN / f"{name}.npz") as stored:
         golden = dict(stored)

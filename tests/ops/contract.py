@@ -73,7 +73,8 @@ class OpContract:
         """Every case, implementation and dtype that a test asks for.
 
         Interpreters are slow. In one, the cases take the dtypes in turn (`tilewright check` takes both for each), and the
-        first two cases' values are what runs by default; the rest is marked slow.
+        first two cases' values are what runs by default; the rest is marked slow. So is the reference, which is what the
+        others are held to.
         """
         ranges = {"implementation": self.op().implementations, "case": self.small_cases(), "dtype": DTYPES}
         asked = [name for name in ranges if name in metafunc.fixturenames]
@@ -82,7 +83,7 @@ class OpContract:
         chosen = []
         for values in itertools.product(*(ranges[name] for name in asked)):
             given = dict(zip(asked, values, strict=True))
-            marks: list[Any] = []
+            marks: list[Any] = [pytest.mark.slow] if given.get("implementation") == "reference" else []
             if needs_interpreter(given.get("implementation", "")):
                 place = self.small_cases().index(given["case"]) if "case" in given else 0
                 if "dtype" in given and given["dtype"] != DTYPES[place % len(DTYPES)]:

@@ -99,7 +99,7 @@ def test_bench_compile_only_reports_memory_without_running(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("check", "softmax"), "op='softmax' is not an op of tilewright; use one of linear_cross_entropy"),
+        (("check", "softmax"), "op='softmax' is not an op of tilewright; use one of flash_attention, decode_attention"),
         (("check", "linear_cross_entropy", "--case", "huge"), "--case huge is not known; use one of odd, batched"),
         (("check", "linear_cross_entropy", "--dtype", "fp8"), "--dtype fp8 is not known; use one of float32, bfloat16"),
         (

@@ -73,7 +73,9 @@ def test_explain_of_a_function_without_ops() -> None:
 
 
 def test_an_unknown_op_or_case_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"op='softmax' is not an op of tilewright; use one of linear_cross_entropy"):
+    with pytest.raises(
+        ValueError, match=r"op='softmax' is not an op of tilewright; use one of flash_attention, decode"
+    ):
         find_op("softmax")
     with pytest.raises(ValueError, match=r"case='tiny' is not a case of linear_cross_entropy; use one of odd, batched"):
         find_op("linear_cross_entropy").case("tiny")

@@ -57,7 +57,11 @@ def lint(checkout: Path, *paths: str) -> None:
 
 
 def files(checkout: Path) -> dict[str, str]:
-    return {str(path.relative_to(checkout)): path.read_text() for path in checkout.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(checkout)): path.read_text(errors="replace")
+        for path in checkout.rglob("*")
+        if path.is_file()
+    }
 
 
 needs_ruff = pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")

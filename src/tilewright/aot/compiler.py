@@ -143,6 +143,7 @@ def compile(
     topology: str | None = None,
     limit_s: float = 900.0,
     use_cache: bool = True,
+    schedule: bool = True,
     **kwargs: Any,
 ) -> CompileReport:
     """Compile `function(*args, **kwargs)` for a TPU, with no TPU attached.
@@ -155,6 +156,8 @@ def compile(
       topology: the slice, such as "2x4"; the chip's smallest unless told. It needs as many devices as the program has.
       limit_s: after so many seconds the compiler is stopped, and the report says so.
       use_cache: whether a result on disk for the same program, chip, libtpu and flags is taken.
+      schedule: whether the kernels' schedules are read. Without, the report has no VMEM and no estimates, and long kernels
+        compile in half the time: to write a schedule out takes as long as to make it.
       **kwargs: likewise, by name.
 
     Returns:
@@ -184,12 +187,13 @@ def compile(
         remedy = f"use {use}" if use else "write it with what Pallas supports on TPU, or take implementation='xla'"
         return report(ok=False, stage="lower", cause=cause, remedy=remedy, error=str(error.__cause__))
     options = _compile_options(program.num_devices)
-    key = _key(program, options, slice_name, toolchain)
+    dumps = _DUMPS if schedule else ""
+    key = _key(program, options, slice_name, toolchain, dumps)
     kept = home() / "results" / f"{key}.json"
     answer = _read(kept) if use_cache else None
     cached = answer is not None
     if answer is None:
-        answer = _run(program, options, slice_name, found, toolchain, limit_s)
+        answer = _run(program, options, slice_name, found, toolchain, dumps, limit_s)
         if answer.ok:
             _write(kept, answer)
     if not answer.ok:
@@ -224,21 +228,29 @@ def _compile_options(num_devices: int) -> bytes:
     return options.SerializeAsString()
 
 
-def _key(program: Program, options: bytes, topology: str, toolchain: Toolchain) -> str:
+def _key(program: Program, options: bytes, topology: str, toolchain: Toolchain, dumped: str) -> str:
     digest = hashlib.sha256()
     for part in (
         program.code,
         options,
         topology.encode(),
         toolchain.libtpu_version.encode(),
-        f"{_DUMPS} {_KEPT}".encode(),
+        f"{dumped} {_KEPT}".encode(),
     ):
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
 
 
-def _run(program: Program, options: bytes, topology: str, chip: Chip, toolchain: Toolchain, limit_s: float) -> _Answer:
-    """Compile in a worker process. However it ends, an answer comes back."""
+def _run(
+    program: Program,
+    options: bytes,
+    topology: str,
+    chip: Chip,
+    toolchain: Toolchain,
+    dumped: str,
+    limit_s: float,
+) -> _Answer:
+    """Compile in a worker process. However it ends, an answer comes back. `dumped` is a pattern of passes, or empty."""
     with tempfile.TemporaryDirectory(prefix="tilewright-aot-") as scratch:
         folder = Path(scratch)
         dumps = folder / "dumps"
@@ -247,7 +259,9 @@ def _run(program: Program, options: bytes, topology: str, chip: Chip, toolchain:
         (folder / "options").write_bytes(options)
         flags = (
             f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=false "
-            f"--xla_jf_dump_llo_pass_label_regex={_DUMPS}"
+            f"--xla_jf_dump_llo_pass_label_regex={dumped}"
+            if dumped
+            else ""
         )
         environment = {
             name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -283,6 +297,8 @@ def _run(program: Program, options: bytes, topology: str, chip: Chip, toolchain:
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             how = _ended(code)
             return _Answer(ok=False, error=f"the compile worker {how} without an answer; the end of its log:\n{tail}")
+        if not dumped:
+            return _Answer(ok=True, sizes=sizes)
         schedules, unread = _schedules(program.kernels, dumps, chip)
         return _Answer(ok=True, sizes=sizes, schedules=schedules, unread=unread)
 

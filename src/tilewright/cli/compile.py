@@ -34,6 +34,9 @@ def compile_verb(
     jobs: Annotated[int, typer.Option("-j", help="Compiles side by side.")] = os.cpu_count() or 1,
     limit: Annotated[float, typer.Option(help="Seconds after which a compile is stopped.")] = 1800.0,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even if a result is on disk.")] = False,
+    no_schedule: Annotated[
+        bool, typer.Option("--no-schedule", help="Only whether it compiles, in half the time: no VMEM, no estimates.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the whole reports to this file.")] = None,
     ask_doctor: Annotated[
         bool, typer.Option("--doctor", help="Say what this machine has and lacks, and stop.")
@@ -69,14 +72,12 @@ def compile_verb(
         def job(each: Case, tpu: Chip, block_sizes: Any) -> CompileReport:
             function = call(found, each, "pallas_tpu", block_sizes)
             structs = each.structs(dtype)
+            how: Any = {"chip": tpu, "limit_s": limit, "use_cache": not no_cache, "schedule": not no_schedule}
             if grad:
                 cotangents = _output_structs(found, each, dtype)
-                both = call_with_gradients(function, each)
-                report = compile_for(both, structs, cotangents, chip=tpu, limit_s=limit, use_cache=not no_cache)
+                report = compile_for(call_with_gradients(function, each), structs, cotangents, **how)
             else:
-                report = compile_for(
-                    lambda arrays: function(**arrays), structs, chip=tpu, limit_s=limit, use_cache=not no_cache
-                )
+                report = compile_for(lambda arrays: function(**arrays), structs, **how)
             bar.advance(task)
             return report
 
@@ -91,7 +92,8 @@ def compile_verb(
         held = [(each, report) for (each, _), report in zip(work, reports, strict=True) if each.name == name]
         console().print(_table(f"{op} {name} {dtype}, {mode}", [report for _, report in held], prefix=f"{op}_"))
     _show_failures(reports)
-    console().print("Times are estimates from the schedule, at least so long, not measurements.")
+    if not no_schedule:
+        console().print("Times are estimates from the schedule, at least so long, not measurements.")
     if json_file is not None:
         where = {"versions": installed_versions(), "commit": checkout_commit(), "date": now()}
         whole = [

@@ -14,6 +14,10 @@ from typing import Any, Literal
 Device = Any  # A jax.Device, which type checkers take for a variable.
 MIB = 2**20
 GIB = 2**30
+# A TPU's registers and tiles, of every generation so far.
+LANES = 128
+SUBLANES = 8  # Of a float32 tile.
+ROW_TILE = 16  # Sublanes of a bfloat16 tile, the larger of the two dtypes' tiles.
 Platform = Literal["tpu", "gpu", "cpu"]
 
 

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.core.numerics import accumulator
+from tilewright.core.segments import segment_starts
 from tilewright.layers.projection import (
     Leaf,
     Tensors,
@@ -234,14 +235,12 @@ class Attention:
 
 def _runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """0 for the first segment, 1 for the next, and so on: an id that comes back is another segment."""
-    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 
 
 def _segment_starts(runs: Int[Array, "B T"], positions: Int[Array, " T"], first: Int[Array, " B"]) -> Int[Array, "B T"]:
     """For each token the position where its segment begins; the first segment began at `first`."""
-    begins = jnp.pad(runs[:, 1:] != runs[:, :-1], ((0, 0), (1, 0)))  # [B, T]
-    own = jnp.where(begins, jnp.broadcast_to(positions[None], runs.shape), -1)
+    own = jnp.where(segment_starts(runs), jnp.broadcast_to(positions[None], runs.shape), -1)
     latest = jax.lax.cummax(own, axis=1)
     return jnp.where(latest < 0, jnp.broadcast_to(first[:, None], runs.shape), latest)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.core.numerics import accumulator
 from tilewright.layers import delta_state
-from tilewright.layers.delta_state import DeltaState, Heads
+from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
 from tilewright.ops.delta_rule.api import delta_rule, delta_rule_step
 from tilewright.ops.norm.api import rms_norm
@@ -33,7 +33,7 @@ class DeltaNetWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNet:
+class DeltaNet(DeltaLayer):
     r"""DeltaNet.
 
     q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k of length 1 in each head
@@ -93,11 +93,6 @@ class DeltaNet:
             norm=held.array("o_norm.weight", (self.value_dim,)),
             o_proj=held.projection("o_proj", heads.values, d),
         )
-
-    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> DeltaState:
-        """The state before the first token, for activations of `dtype`. It has room for any number of tokens."""
-        del capacity  # Attention's argument: a caller need not know which layer it holds.
-        return delta_state.empty_state(self.heads, self.conv_width, batch, dtype)
 
     def apply(
         self,

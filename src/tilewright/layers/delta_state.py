@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.layers.projection import Leaf, check_batch, check_tokens, project
+from tilewright.ops.delta_rule.api import LARGEST_WIDTH, SMALLEST_WIDTH
 from tilewright.ops.short_conv.api import MAX_WIDTH, MIN_WIDTH, short_conv, short_conv_step
 
-SMALLEST_DIM, LARGEST_DIM = 16, 256
 # The range of time steps that the gates begin with, as Mamba 2 and Gated DeltaNet draw them, and of the rates A.
 _SHORTEST_STEP, _LONGEST_STEP = 1e-3, 1e-1
 _SLOWEST_RATE, _FASTEST_RATE = 1.0, 16.0
@@ -47,11 +47,22 @@ class Heads:
         return self.value_heads * self.value_dim
 
 
-def empty_state(heads: Heads, width: int, batch: int, dtype: Any) -> DeltaState:
-    """The state before the first token."""
-    queries, values = (jnp.zeros((batch, width - 1, channels), dtype) for channels in (heads.keys, heads.values))
-    memory = jnp.zeros((batch, heads.value_heads, heads.key_dim, heads.value_dim), jnp.float32)
-    return DeltaState(queries, queries, values, memory)
+class DeltaLayer:
+    """What the delta-rule layers share: they have `heads` and a `conv_width`, and carry a `DeltaState`."""
+
+    conv_width: int
+
+    @property
+    def heads(self) -> Heads:
+        raise NotImplementedError
+
+    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> DeltaState:
+        """The state before the first token, for activations of `dtype`. It has room for any number of tokens."""
+        del capacity  # Attention's argument: a caller need not know which layer it holds.
+        heads, kept = self.heads, self.conv_width - 1
+        queries, values = (jnp.zeros((batch, kept, channels), dtype) for channels in (heads.keys, heads.values))
+        memory = jnp.zeros((batch, heads.value_heads, heads.key_dim, heads.value_dim), jnp.float32)
+        return DeltaState(queries, queries, values, memory)
 
 
 def check_conv_width(width: int) -> None:
@@ -62,10 +73,10 @@ def check_conv_width(width: int) -> None:
 def check_head_dims(**dims: int) -> None:
     """The range that the delta-rule ops take."""
     for name, value in dims.items():
-        if not SMALLEST_DIM <= value <= LARGEST_DIM:
+        if not SMALLEST_WIDTH <= value <= LARGEST_WIDTH:
             raise ValueError(
-                f"{name}={value} must be from {SMALLEST_DIM} to {LARGEST_DIM}, the widths that the delta-rule ops take; "
-                f"use more heads of fewer channels, or fewer heads of more"
+                f"{name}={value} must be from {SMALLEST_WIDTH} to {LARGEST_WIDTH}, the widths that the delta-rule ops "
+                f"take; use more heads of fewer channels, or fewer heads of more"
             )
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.layers import delta_state
-from tilewright.layers.delta_state import DeltaState, Heads
+from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
-from tilewright.ops.delta_rule.api import kda, kda_gate, kda_step
+from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate, kda_step
 from tilewright.ops.norm.api import gated_rms_norm
 
 
@@ -38,7 +38,7 @@ class KimiDeltaAttentionWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KimiDeltaAttention:
+class KimiDeltaAttention(DeltaLayer):
     r"""Kimi Delta Attention.
 
     q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k of length 1 in each head
@@ -62,10 +62,7 @@ class KimiDeltaAttention:
         check_sizes(self, "d_model", "num_heads", "head_dim", *(() if self.gate_rank is None else ("gate_rank",)))
         delta_state.check_conv_width(self.conv_width)
         delta_state.check_head_dims(head_dim=self.head_dim)
-        if self.lower_bound is not None and not -5 <= self.lower_bound < 0:
-            raise ValueError(
-                f"lower_bound={self.lower_bound} must be at least -5 and negative; use -5.0, or None for no bound"
-            )
+        check_lower_bound(self.lower_bound)
 
     @property
     def heads(self) -> Heads:
@@ -119,11 +116,6 @@ class KimiDeltaAttention:
             norm=held.array("o_norm.weight", (self.head_dim,)),
             o_proj=held.projection("o_proj", channels, d),
         )
-
-    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> DeltaState:
-        """The state before the first token, for activations of `dtype`. It has room for any number of tokens."""
-        del capacity  # Attention's argument: a caller need not know which layer it holds.
-        return delta_state.empty_state(self.heads, self.conv_width, batch, dtype)
 
     def apply(
         self,

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from tilewright.core.arguments import FLOATING
+
 # A field of a pytree: an array, or what a tree.map has put in its place (a ShapeDtypeStruct, a sharding).
 Leaf = Any
-
-_DTYPES = ("float32", "bfloat16", "float64")
 
 
 def project(x: Float[Array, "*tokens D"], w: Float[Array, "D E"]) -> Float[Array, "*tokens E"]:
@@ -43,7 +43,7 @@ def check_tokens(x: jax.Array, d_model: int) -> None:
         raise ValueError(
             f"x is {shown}; its last axis must be d_model={d_model}: make the layer with d_model={x.shape[-1]}"
         )
-    if x.dtype.name not in _DTYPES:
+    if x.dtype.name not in FLOATING:
         raise ValueError(f"x is {shown}; it must be float32 or bfloat16: x.astype(jnp.bfloat16)")
 
 

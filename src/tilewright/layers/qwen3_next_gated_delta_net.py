@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.layers import delta_state
-from tilewright.layers.delta_state import DeltaState, Heads
+from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
 from tilewright.ops.delta_rule.api import gated_delta_rule, gated_delta_rule_step, gdn_gate
 from tilewright.ops.norm.api import gated_rms_norm
@@ -36,7 +36,7 @@ class Qwen3NextGatedDeltaNetWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3NextGatedDeltaNet:
+class Qwen3NextGatedDeltaNet(DeltaLayer):
     r"""Gated DeltaNet.
 
     q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k of length 1 in each head
@@ -123,11 +123,6 @@ class Qwen3NextGatedDeltaNet:
             norm=held.array("norm.weight", (self.value_dim,)),
             o_proj=held.projection("out_proj", heads.values, d),
         )
-
-    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> DeltaState:
-        """The state before the first token, for activations of `dtype`. It has room for any number of tokens."""
-        del capacity  # Attention's argument: a caller need not know which layer it holds.
-        return delta_state.empty_state(self.heads, self.conv_width, batch, dtype)
 
     def apply(
         self,

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.axes import Hidden, Labels, PerToken, Scalar, Unembedding
 from tilewright.core.dispatch import Op, register
 from tilewright.core.numerics import accumulator
 
 IGNORED_LABEL = -100
 _REDUCTIONS = ("none", "sum", "mean")
-_DTYPES = ("float32", "bfloat16", "float64")
 
 OP = register(
     Op(
@@ -110,15 +110,15 @@ def _validate(
     soft_cap: Any,
     reduction: str,
 ) -> None:
-    if x.ndim < 1 or x.dtype.name not in _DTYPES:
-        raise ValueError(f"x is {_shown(x)}; it must be [..., H] of float32 or bfloat16: x.astype(jnp.bfloat16)")
+    if x.ndim < 1 or x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be [..., H] of float32 or bfloat16: x.astype(jnp.bfloat16)")
     if w.ndim != 2:
-        raise ValueError(f"w is {_shown(w)}; it must be [H, V], two axes")
+        raise ValueError(f"w is {shown(w)}; it must be [H, V], two axes")
     if w.shape[0] != x.shape[-1]:
         transposed = w.shape[1] == x.shape[-1]
         remedy = "it looks transposed: pass w.T" if transposed else f"pass a w with {x.shape[-1]} rows"
         raise ValueError(
-            f"w is {_shown(w)} and x is {_shown(x)}; the first axis of w must be the last of x "
+            f"w is {shown(w)} and x is {shown(x)}; the first axis of w must be the last of x "
             f"(H={x.shape[-1]}); {remedy}"
         )
     if w.dtype != x.dtype:
@@ -126,18 +126,18 @@ def _validate(
             f"w has dtype {w.dtype.name} and x has {x.dtype.name}; they must be equal: pass w.astype(x.dtype)"
         )
     if 0 in w.shape:
-        raise ValueError(f"w is {_shown(w)}; H and V must be at least 1")
+        raise ValueError(f"w is {shown(w)}; H and V must be at least 1")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
             f"labels has dtype {labels.dtype.name}; labels must be integers: pass labels.astype(jnp.int32)"
         )
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"labels is {_shown(labels)} and x is {_shown(x)}; labels must have x's leading axes {list(x.shape[:-1])}"
+            f"labels is {shown(labels)} and x is {shown(x)}; labels must have x's leading axes {list(x.shape[:-1])}"
         )
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(
-            f"weights is {_shown(weights)} and labels is {_shown(labels)}; weights must have the shape of labels: "
+            f"weights is {shown(weights)} and labels is {shown(labels)}; weights must have the shape of labels: "
             f"use jnp.broadcast_to(weights, labels.shape)"
         )
     if weights is not None and not jnp.issubdtype(weights.dtype, jnp.floating):
@@ -158,7 +158,3 @@ def _validate(
             )
         if not 0 < soft_cap < float("inf"):
             raise ValueError(f"soft_cap={soft_cap} must be positive and finite; use None for no cap")
-
-
-def _shown(array: jax.Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"

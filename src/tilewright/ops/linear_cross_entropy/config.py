@@ -9,10 +9,8 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from tilewright.core.chip import MIB, Chip
+from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
 
-LANES = 128
-ROW_TILE = 16  # Sublanes of a bfloat16 tile, the larger of the two dtypes' tiles.
 _FLOAT32_BYTES = 4
 
 # A tile of logits in the xla version, float32. It bounds the temporary memory. H200, N8192 H2048 V151936 bf16, forward

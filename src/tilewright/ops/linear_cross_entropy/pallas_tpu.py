@@ -37,11 +37,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.axes import PerRow, RowLabels, Rows, Unembedding
-from tilewright.core.chip import Chip
+from tilewright.core.chip import LANES, Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.linear_cross_entropy.config import LANES, PallasTpuConfig
+from tilewright.ops.linear_cross_entropy.config import PallasTpuConfig
 from tilewright.ops.linear_cross_entropy.gradient import with_gradient
 from tilewright.ops.linear_cross_entropy.pallas_tpu_bwd import backward, for_row_tiles, logits_tile
 

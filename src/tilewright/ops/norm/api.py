@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.dispatch import Op, register
 from tilewright.ops.norm.gradient import Norm
 
-_DTYPES = ("float32", "bfloat16", "float64")
 _ACTIVATIONS = ("silu", "sigmoid")
 _IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 
@@ -110,7 +110,7 @@ def gated_rms_norm(
     _validate(x, {"w": w}, eps)
     if gate.shape != x.shape:
         raise ValueError(
-            f"gate is {_shown(gate)} and x is {_shown(x)}; gate must have the shape of x: "
+            f"gate is {shown(gate)} and x is {shown(x)}; gate must have the shape of x: "
             f"use jnp.broadcast_to(gate, x.shape), or gate.reshape(x.shape) where it has the heads in one axis"
         )
     _validate_dtype("gate", gate, x)
@@ -135,18 +135,18 @@ def _run(
 
 
 def _validate(x: jax.Array, weights: dict[str, jax.Array | None], eps: Any, offset: Any = 0.0) -> None:
-    if x.ndim < 1 or x.dtype.name not in _DTYPES:
-        raise ValueError(f"x is {_shown(x)}; it must be [..., D] of float32 or bfloat16: x.astype(jnp.bfloat16)")
+    if x.ndim < 1 or x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be [..., D] of float32 or bfloat16: x.astype(jnp.bfloat16)")
     d = x.shape[-1]
     if d < 1:
-        raise ValueError(f"x is {_shown(x)}; D must be at least 1: pass an x with columns")
+        raise ValueError(f"x is {shown(x)}; D must be at least 1: pass an x with columns")
     for name, array in weights.items():
         if array is None:
             continue
         if array.shape != (d,):
             remedy = f"jnp.ones({d}) for no scale" if name == "w" else "None for no bias"
             raise ValueError(
-                f"{name} is {_shown(array)} and x is {_shown(x)}; {name} must be [D], one number for each column of x "
+                f"{name} is {shown(array)} and x is {shown(x)}; {name} must be [D], one number for each column of x "
                 f"(D={d}): use {remedy}"
             )
         _validate_dtype(name, array, x)
@@ -166,7 +166,3 @@ def _validate_dtype(name: str, array: jax.Array, x: jax.Array) -> None:
             f"{name} has dtype {array.dtype.name} and x has {x.dtype.name}; {name} must have x's dtype or float32: "
             f"pass {name}.astype(x.dtype)"
         )
-
-
-def _shown(array: jax.Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"

@@ -7,11 +7,8 @@ fewer steps of the grid. Inside, a loop takes tile_n rows at a time: enough of t
 import dataclasses
 from dataclasses import dataclass
 
-from tilewright.core.chip import MIB, Chip
+from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
 
-LANES = 128
-SUBLANES = 8  # Of a float32 tile.
-ROW_TILE = 16  # Sublanes of a bfloat16 tile, the larger of the two dtypes' tiles.
 _FLOAT32_BYTES = 4
 
 # Largest first. At 1 MiB a block's copy outweighs the fixed cost of a step; it is a guess until it is timed on a chip.

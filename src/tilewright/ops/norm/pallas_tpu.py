@@ -43,11 +43,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from tilewright.core.chip import Chip
+from tilewright.core.chip import LANES, SUBLANES, Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.norm.config import LANES, SUBLANES, PallasTpuConfig
+from tilewright.ops.norm.config import PallasTpuConfig
 from tilewright.ops.norm.gradient import Norm, with_gradient
 
 Config = PallasTpuConfig

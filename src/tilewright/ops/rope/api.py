@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.dispatch import Op, register
 from tilewright.core.numerics import accumulator
 from tilewright.ops.rope.frequencies import (
@@ -20,7 +21,6 @@ from tilewright.ops.rope.frequencies import (
     turns_by_digit,
 )
 
-_DTYPES = ("float32", "bfloat16", "float64")
 _LAYOUTS = ("half", "interleaved")
 
 OP = register(Op(name="apply_rope", family="tilewright.ops.rope", implementations=("xla", "reference")))
@@ -114,9 +114,9 @@ def apply_rope(
       [B, T, H, D] of x's dtype. Gradients flow to x.
     """
     x = jnp.asarray(x)
-    if x.ndim not in (3, 4) or x.dtype.name not in _DTYPES:
+    if x.ndim not in (3, 4) or x.dtype.name not in FLOATING:
         raise ValueError(
-            f"x is {_shown(x)}; it must be [B, T, H, D] or [T, H, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
+            f"x is {shown(x)}; it must be [B, T, H, D] or [T, H, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
         )
     if layout not in _LAYOUTS:
         raise ValueError(f"layout={layout!r} is not a layout; use 'half' (Llama, Qwen) or 'interleaved' (GPT-J)")
@@ -151,13 +151,13 @@ def _settle_tables(
         positions = jnp.arange(t, dtype=jnp.int32) if positions is None else jnp.asarray(positions)
         if positions.shape not in ((t,), (1, t), (b, t)):
             raise ValueError(
-                f"positions is {_shown(positions)} and x is {_shown(x)}; positions must be [B, T] = [{b}, {t}] or [{t}]"
+                f"positions is {shown(positions)} and x is {shown(x)}; positions must be [B, T] = [{b}, {t}] or [{t}]"
             )
         cos, sin = rope_tables(positions, rotary_dim, theta=theta, scaling=scaling, dtype=accumulate)
     shape = cos.shape if cos.ndim == 3 else (1, *cos.shape)
     if shape not in ((1, t, rotary_dim // 2), (b, t, rotary_dim // 2)) or sin.shape != cos.shape:
         raise ValueError(
-            f"tables are {_shown(cos)} and {_shown(sin)}; they must be [B, T, rotary_dim / 2] = "
+            f"tables are {shown(cos)} and {shown(sin)}; they must be [B, T, rotary_dim / 2] = "
             f"[{b}, {t}, {rotary_dim // 2}], or without B: make them with rope_tables(positions, {rotary_dim})"
         )
     return tuple(jax.lax.stop_gradient(table.reshape(shape).astype(accumulate)) for table in (cos, sin))  # type: ignore[return-value]
@@ -171,7 +171,3 @@ def _check_rotary_dim(name: str, value: Any) -> None:
 def _lift(row: Any, positions: jax.Array, dtype: Any) -> jax.Array:
     """A row [pairs] with an axis of one for each axis of the positions."""
     return jnp.asarray(row, dtype).reshape((1,) * positions.ndim + (-1,))
-
-
-def _shown(array: jax.Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"

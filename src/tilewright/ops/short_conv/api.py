@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.dispatch import Op, register
 from tilewright.core.numerics import accumulator
 
 MIN_WIDTH, MAX_WIDTH = 2, 8
 _ACTIVATIONS = (None, "silu")
-_DTYPES = ("float32", "bfloat16", "float64")
 
 Activation = Literal["silu"] | None
 
@@ -65,9 +65,9 @@ def short_conv(
     bias = None if bias is None else jnp.asarray(bias)
     initial_state = None if initial_state is None else jnp.asarray(initial_state)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    if x.ndim not in (2, 3) or x.dtype.name not in _DTYPES:
+    if x.ndim not in (2, 3) or x.dtype.name not in FLOATING:
         raise ValueError(
-            f"x is {_shown(x)}; it must be [B, T, D] or [T, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
+            f"x is {shown(x)}; it must be [B, T, D] or [T, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
         )
     _validate_filter(x, w, bias, activation)
     _validate_state("initial_state", initial_state, x, (*x.shape[:-2], w.shape[0] - 1, x.shape[-1]))
@@ -117,8 +117,8 @@ def short_conv_step(
     """
     state, x_t, w = jnp.asarray(state), jnp.asarray(x_t), jnp.asarray(w)
     bias = None if bias is None else jnp.asarray(bias)
-    if x_t.ndim not in (1, 2) or x_t.dtype.name not in _DTYPES:
-        raise ValueError(f"x_t is {_shown(x_t)}; it must be [B, D] or [D] of float32 or bfloat16: one token")
+    if x_t.ndim not in (1, 2) or x_t.dtype.name not in FLOATING:
+        raise ValueError(f"x_t is {shown(x_t)}; it must be [B, D] or [D] of float32 or bfloat16: one token")
     _validate_filter(x_t, w, bias, activation, name="x_t")
     _validate_state("state", state, x_t, (*x_t.shape[:-1], w.shape[0] - 1, x_t.shape[-1]))
     wide = accumulator(x_t.dtype)
@@ -149,18 +149,18 @@ def _reach(segment_ids: jax.Array, width: int) -> jax.Array:
 def _validate_filter(x: jax.Array, w: jax.Array, bias: jax.Array | None, activation: Any, *, name: str = "x") -> None:
     d = x.shape[-1]
     if d < 1:
-        raise ValueError(f"{name} is {_shown(x)}; D must be at least 1: pass an {name} with channels")
+        raise ValueError(f"{name} is {shown(x)}; D must be at least 1: pass an {name} with channels")
     if w.ndim != 2:
-        raise ValueError(f"w is {_shown(w)}; it must be [W, D], a row for each tap: w[:, 0, :] if it has an axis of 1")
+        raise ValueError(f"w is {shown(w)}; it must be [W, D], a row for each tap: w[:, 0, :] if it has an axis of 1")
     if w.shape[1] != d:
         transposed = w.shape[0] == d and MIN_WIDTH <= w.shape[1] <= MAX_WIDTH
         remedy = "it looks transposed: pass w.T" if transposed else f"pass a w with {d} columns"
         raise ValueError(
-            f"w is {_shown(w)} and {name} is {_shown(x)}; the last axis of w must be that of {name} (D={d}); {remedy}"
+            f"w is {shown(w)} and {name} is {shown(x)}; the last axis of w must be that of {name} (D={d}); {remedy}"
         )
     if not MIN_WIDTH <= w.shape[0] <= MAX_WIDTH:
         raise ValueError(
-            f"w is {_shown(w)}, of width W={w.shape[0]}; the width must be {MIN_WIDTH} to {MAX_WIDTH}: "
+            f"w is {shown(w)}, of width W={w.shape[0]}; the width must be {MIN_WIDTH} to {MAX_WIDTH}: "
             f"use jax.lax.conv_general_dilated for a longer filter, and a product for a single tap"
         )
     for argument, array in (("w", w), ("bias", bias)):
@@ -170,9 +170,7 @@ def _validate_filter(x: jax.Array, w: jax.Array, bias: jax.Array | None, activat
                 f"{name}'s dtype or float32: pass {argument}.astype({name}.dtype)"
             )
     if bias is not None and bias.shape != (d,):
-        raise ValueError(
-            f"bias is {_shown(bias)} and {name} is {_shown(x)}; bias must be [D], here [{d}]; None for none"
-        )
+        raise ValueError(f"bias is {shown(bias)} and {name} is {shown(x)}; bias must be [D], here [{d}]; None for none")
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"activation={activation!r} is not an activation of short_conv; use None or 'silu', and apply others to y"
@@ -184,7 +182,7 @@ def _validate_state(name: str, state: jax.Array | None, x: jax.Array, shape: tup
         return
     if state.shape != shape:
         raise ValueError(
-            f"{name} is {_shown(state)} and x is {_shown(x)}; {name} must be {list(shape)}: the W-1 inputs before the "
+            f"{name} is {shown(state)} and x is {shown(x)}; {name} must be {list(shape)}: the W-1 inputs before the "
             f"first token, oldest first, with x's batch and channels"
         )
     if state.dtype != x.dtype:
@@ -204,10 +202,6 @@ def _validate_segments(segment_ids: jax.Array | None, x: jax.Array) -> None:
         )
     if segment_ids.shape != x.shape[:-1]:
         raise ValueError(
-            f"segment_ids is {_shown(segment_ids)} and x is {_shown(x)}; segment_ids must have one id for each token, "
+            f"segment_ids is {shown(segment_ids)} and x is {shown(x)}; segment_ids must have one id for each token, "
             f"{list(x.shape[:-1])}: use jnp.broadcast_to where all sequences are split alike"
         )
-
-
-def _shown(array: jax.Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"

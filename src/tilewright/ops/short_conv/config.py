@@ -7,11 +7,8 @@ time. Blocks are taken in order of time, and the few rows that a block needs of 
 import dataclasses
 from dataclasses import dataclass
 
-from tilewright.core.chip import MIB, Chip
+from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
 
-LANES = 128
-SUBLANES = 8  # Of a float32 tile; and no filter looks back further.
-ROW_TILE = 16  # Sublanes of a bfloat16 tile, the larger of the two dtypes' tiles.
 _FLOAT32_BYTES = 4
 
 # Largest first. At 1 MiB a block's copy outweighs the fixed cost of a step; it is a guess until it is timed on a chip.

@@ -43,11 +43,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from tilewright.core.chip import Chip
+from tilewright.core.chip import LANES, ROW_TILE, SUBLANES, Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.short_conv.config import LANES, ROW_TILE, SUBLANES, PallasTpuConfig
+from tilewright.ops.short_conv.config import PallasTpuConfig
 from tilewright.ops.short_conv.gradient import with_gradient
 from tilewright.ops.short_conv.xla import backward as plain_backward
 

@@ -8,20 +8,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tilewright.core.dispatch import Op, register
 from tilewright.core.numerics import accumulator
+from tilewright.core.segments import segment_starts
 from tilewright.ops.delta_rule.reference import step as _step
+from tilewright.ops.delta_rule.validation import LARGEST_WIDTH as LARGEST_WIDTH
+from tilewright.ops.delta_rule.validation import SMALLEST_WIDTH as SMALLEST_WIDTH
 from tilewright.ops.delta_rule.validation import check_arrays, check_segments
+from tilewright.ops.delta_rule.validation import check_lower_bound as check_lower_bound
 
 _NORMALIZE_EPSILON = 1e-6
 _FAMILY = "tilewright.ops.delta_rule"
-_IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+_IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
 
 DELTA_RULE = register(Op(name="delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
 GATED_DELTA_RULE = register(Op(name="gated_delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
-KDA = register(Op(name="kda", family=_FAMILY, implementations=_IMPLEMENTATIONS))
+KDA = register(Op(name="kda", family=_FAMILY, implementations=("pallas_tpu", "xla", "reference")))
 
 
 def delta_rule(
@@ -54,7 +58,8 @@ def delta_rule(
       segment_ids: [B, T] integers. Wherever it changes along T, the state starts again from zeros: packed sequences do not
         see each other. `initial_state` belongs to the first token's segment, and the final state to the last token's.
       normalize_qk: divide each query and key by its length: x / sqrt(sum x^2 + 1e-6), rounded to its dtype.
-      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      implementation: "pallas_tpu", "pallas_gpu" (Hopper; not for `kda`), "xla" or "reference"; None takes the best that
+        this device can run.
       config: block sizes, a config of the implementation (tilewright.ops.delta_rule.config).
 
     Returns:
@@ -205,8 +210,7 @@ def kda_gate(
             f"A_log has shape {list(A_log.shape)} and x {list(x.shape)}; A_log must be [HV] = [{x.shape[-2]}], one a head: "
             f"pass A_log.reshape(-1)"
         )
-    if lower_bound is not None and not -5 <= lower_bound < 0:
-        raise ValueError(f"lower_bound={lower_bound} must be at least -5 and negative; use -5.0, or None for no bound")
+    check_lower_bound(lower_bound)
     statistics = accumulator(x.dtype)
     x, A_log, dt_bias = (array.astype(statistics) for array in (x, A_log, dt_bias))
     rate, shifted = _along(jnp.exp(A_log)[:, None], x), x + _along(dt_bias, x)
@@ -256,12 +260,6 @@ def _run(
             config=config,
         )
     return (o[0], final_state[0]) if unbatched else (o, final_state)
-
-
-def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Where the state starts again: at each token whose segment is not that of the token before. Never at the first."""
-    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(changes, ((0, 0), (1, 0)))
 
 
 def _run_step(

@@ -14,7 +14,7 @@ the operands, and (q_i . k_j) decay_ij becomes a product over channels of its ow
 No exponent is positive unless a gate is, and none is a difference of two inexact sums: with gates of -1e4 such a difference
 is off by 1e-3, and exp(-sum) overflows. For one gate a head, g is written as a coarse part, a multiple of 1/16, whose sums
 are exact, and a fine part, whose sums are small (`coarse_and_fine`). For a gate a channel the chunk is halved again and
-again (`_halvings`): for i in the second half of a block and j in its first, seg_ij is the sum from the middle to i plus the
+again (`halvings`): for i in the second half of a block and j in its first, seg_ij is the sum from the middle to i plus the
 sum from j to the middle. The middle is before i: no output depends on a later gate.
 
 Packed sequences: `runs` counts the starts inside the chunk. Tokens of different runs do not see each other, only tokens
@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.ops.delta_rule.config import LANES
+from tilewright.core.chip import LANES
 from tilewright.ops.delta_rule.products import Exactness, dot, multiply, split
 
 Roll = Callable[[jax.Array, int, int], jax.Array]
@@ -95,16 +95,6 @@ def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _which(position: jax.Array, size: int) -> jax.Array:
-    """The block of `size`, a power of two, that a position is in. A shift: `//` would look at signs."""
-    return jnp.right_shift(position, size.bit_length() - 1)
-
-
-def _positions(c: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """The token of each row and of each column of a [C, n C] array."""
-    return _iota((c, n * c), 0), _iota((c, n * c), 1) & (c - 1)
-
-
 def halvings(c: int) -> list[int]:
     """The sizes of the half blocks: C/2, ..., 2, 1."""
     return [c >> level for level in range(1, c.bit_length())]
@@ -116,10 +106,8 @@ class Masks:
 
     seen: Any  # [C, n C]: i >= j
     before: Any  # [C, n C]: i > j
-    own: Any  # [n C, n C]: the diagonal blocks
-    halves: tuple[
-        Any, ...
-    ]  # For each of `halvings`, [n C, n C]: own, i in the second half of a block and j in its first
+    own: Any  # [m C, m C], for the m of the n matrices that share lanes: the diagonal blocks
+    halves: Any  # For each of `halvings`, [C, n C]: i in the second half of a block and j in its first
     small: Any  # [C / 8, 1, n C]: the columns of each diagonal block of 8
     # For a gate a channel, else None:
     reach: Any  # For each of `halvings`, [C, C]: times g, the sum from the middle of a block to i, or from i to it
@@ -130,32 +118,31 @@ class Masks:
 jax.tree_util.register_dataclass(Masks)
 
 
-def masks(c: int, n: int, dtype: Any, *, channels: bool) -> Masks:
-    i, j = _positions(c, n)
+@functools.cache
+def masks(c: int, n: int, dtype: np.dtype, *, channels: bool) -> Masks:
+    """Made by NumPy, once: they are constants of whatever is traced with them."""
+    i, j = np.arange(c)[:, None], np.arange(n * c)[None, :] % c
     sharing = min(n, max(1, LANES // c))
-    shape = (sharing * c, sharing * c)
-    own = _which(_iota(shape, 0), c) == _which(_iota(shape, 1), c)
+    head = np.arange(sharing * c) // c
 
-    def between(half: int) -> jax.Array:
-        return (_which(i, 2 * half) == _which(j, 2 * half)) & (i & half != 0) & (j & half == 0)
+    def between(half: int) -> np.ndarray:
+        return (i // (2 * half) == j // (2 * half)) & (i & half != 0) & (j & half == 0)
 
-    blocks = (max(c // _SMALL, 1), 1, n * c)
-    small = _which(_iota(blocks, 2) & (c - 1), _SMALL) == _iota(blocks, 0)
     made = {
         "seen": i >= j,
         "before": i > j,
-        "own": own,
+        "own": head[:, None] == head[None, :],
         "halves": tuple(between(half) for half in halvings(c)),
-        "small": small,
+        "small": j[None] // _SMALL == np.arange(max(c // _SMALL, 1))[:, None, None],
     }
     if channels:
-        row, t = _positions(c, 1)
+        t = np.arange(c)[None, :]
 
-        def reach(half: int) -> jax.Array:
-            middle = _which(row, 2 * half) * (2 * half) + half
-            return jnp.where(row >= middle, (t >= middle) & (t <= row), (t > row) & (t < middle))
+        def reach(half: int) -> np.ndarray:
+            middle = i // (2 * half) * (2 * half) + half
+            return np.where(i >= middle, (t >= middle) & (t <= i), (t > i) & (t < middle))
 
-        made |= {"reach": tuple(reach(half) for half in halvings(c)), "upto": t <= row, "after": t > row}
+        made |= {"reach": tuple(reach(half) for half in halvings(c)), "upto": t <= i, "after": t > i}
     ready = jax.tree.map(lambda mask: mask.astype(dtype), made)
     return Masks(**{"reach": None, "upto": None, "after": None, **ready})
 
@@ -306,9 +293,8 @@ def inverses(lowers: list[jax.Array], mask: Masks, n: int, how: Exactness, roll:
         if half < _SMALL:
             continue
         blocks = (c // (2 * half), 2, half, n * c)
-        seconds = [
-            x.reshape(blocks)[:, 1].reshape(c // 2, n * c) for x in found
-        ]  # each [C / 2, n C]: the rows that change
+        # Of each block of two halves the second's rows change: each [C / 2, n C].
+        seconds = [x.reshape(blocks)[:, 1].reshape(c // 2, n * c) for x in found]
         below = [split(block_diagonal(lower * mask.halves[level], n, mask.own), how) for lower in lowers]  # [n C, n C]
         reached = [multiply(split(x, how), b, "nn", how) for x, b in zip(seconds, below, strict=True)]  # [C / 2, n C]
         whole = [split(block_diagonal(x, n, mask.own), how) for x in found]

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from tilewright.core.chip import MIB, Chip
+from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
 
-LANES = 128
-ROW_TILE = 16  # Sublanes of a bfloat16 tile, the larger of the two dtypes' tiles.
 _FLOAT32_BYTES = 4
 
 _SMALLEST_CHUNK = 8
@@ -13,9 +11,22 @@ _SMALLEST_CHUNK = 8
 _CHUNK, _CPU_CHUNK = 64, 32
 _XLA_BLOCK_TOKENS = 1024
 
-# Eight chunks are the rows of a float32 tile, which the gates of a block come in.
+# By the schedules for a v6e: more heads take fewer bundles each, and twice as long to compile (pallas_tpu.py).
 _TPU_BLOCK_CHUNKS = 8
 _TPU_HEADS = 4
+
+# Hopper: rows of an instruction of the matrix unit, warpgroups of a block that carry a state, and the widest key.
+GPU_TILE = 64
+GPU_WARPGROUPS = 2
+GPU_WIDEST_KEY = 128
+
+
+def _chunk_for(t: int, smallest: int, largest: int) -> int:
+    """The least power of two that holds t tokens, between two others."""
+    chunk = smallest
+    while chunk < min(t, largest):
+        chunk *= 2
+    return chunk
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,7 @@ class XlaConfig:
     @staticmethod
     def for_length(t: int, chip: Chip) -> "XlaConfig":
         largest = _CPU_CHUNK if chip.platform == "cpu" else _CHUNK
-        chunk = _SMALLEST_CHUNK
-        while chunk < min(t, largest):
-            chunk *= 2
+        chunk = _chunk_for(t, _SMALLEST_CHUNK, largest)
         return XlaConfig(chunk, min(_XLA_BLOCK_TOKENS // chunk, -(-t // chunk)))
 
 
@@ -50,8 +59,8 @@ class XlaConfig:
 class PallasTpuConfig:
     """Tokens in a chunk, chunks in a block, and value heads in a block.
 
-    Heads of a block are worked on two and two, side by side in the lanes, and their schedules overlap: more heads hide
-    more of the latency of each other's products, and make the code longer.
+    Heads of a block go side by side in the lanes: more of them hide more of the latency of each other's products, and make
+    the code longer.
     """
 
     chunk: int = _CHUNK
@@ -99,20 +108,49 @@ class PallasTpuConfig:
     def for_shape(
         chip: Chip, t: int, h: int, hv: int, k: int, v: int, itemsize: int, *, channel_gate: bool
     ) -> "PallasTpuConfig":
-        """The most heads, and then the most chunks, that fit the chip's VMEM; the least if none does."""
-        chunk = ROW_TILE
-        while chunk < min(t, _CHUNK):
-            chunk *= 2
-        needed = -(-t // chunk)
+        """The most heads that fit the chip's VMEM; one if none does."""
+        chunk = _chunk_for(t, ROW_TILE, _CHUNK)
+        block_chunks = min(-(-t // chunk), _TPU_BLOCK_CHUNKS)
         group = hv // h
         # A block's heads share query heads evenly: they are whole groups, or a group is whole blocks.
         fitting = [n for n in range(_TPU_HEADS, 0, -1) if hv % n == 0 and (n % group == 0 or group % n == 0)]
         for heads in fitting:
-            for block_chunks in (needed,) if needed <= _TPU_BLOCK_CHUNKS else (_TPU_BLOCK_CHUNKS,):
-                config = PallasTpuConfig(chunk, block_chunks, heads)
-                if config.misfit(chip, k, v, itemsize, channel_gate=channel_gate) is None:
-                    return config
-        return PallasTpuConfig(chunk, min(needed, _TPU_BLOCK_CHUNKS), 1)
+            config = PallasTpuConfig(chunk, block_chunks, heads)
+            if config.misfit(chip, k, v, itemsize, channel_gate=channel_gate) is None:
+                return config
+        return PallasTpuConfig(chunk, block_chunks, 1)
+
+
+@dataclass(frozen=True)
+class PallasGpuConfig:
+    """Value channels of a thread block, 64 for each of its warpgroups that carry a state.
+
+    128 reads queries and keys once for 128 channels; 64 makes twice as many blocks, for when there are fewer than the GPU
+    has multiprocessors.
+    """
+
+    block_v: int = GPU_WARPGROUPS * GPU_TILE
+
+    def __post_init__(self) -> None:
+        allowed = [count * GPU_TILE for count in range(1, GPU_WARPGROUPS + 1)]
+        if self.block_v not in allowed:
+            raise ValueError(
+                f"block_v={self.block_v!r} must be one of {', '.join(map(str, allowed))} (a warpgroup carries {GPU_TILE} "
+                f"channels); use {allowed[-1]}"
+            )
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that carry a state."""
+        return self.block_v // GPU_TILE
+
+    @staticmethod
+    def for_shape(chip: Chip, b: int, hv: int, v: int) -> "PallasGpuConfig":
+        tiles = -(-v // GPU_TILE)
+        widest = min(tiles, GPU_WARPGROUPS)
+        blocks = b * hv * -(-tiles // widest)
+        few = chip.multiprocessors is not None and 2 * blocks <= chip.multiprocessors
+        return PallasGpuConfig(GPU_TILE * (1 if few else widest))
 
 
 def lanes(width: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from tilewright.core.manual_axes import vary_over, varying_axes
@@ -128,17 +129,17 @@ class Layout:
         return pl.BlockSpec((1, self.block_t, self.heads * each), lambda i, j, t: (i, order(t), j))
 
     @property
-    def mask_arrays(self) -> dict[str, jax.Array]:
+    def mask_arrays(self) -> dict[str, np.ndarray]:
         """The masks of a chunk, stacked where they have one shape."""
-        mask = masks(self.chunk, len(self.packs[0]), jnp.float32, channels=self.gate == "channel")
+        mask = masks(self.chunk, len(self.packs[0]), np.dtype(np.float32), channels=self.gate == "channel")
         arrays = {
-            "triangles": jnp.stack([mask.seen, mask.before]),
+            "triangles": np.stack([mask.seen, mask.before]),
             "own": mask.own,
-            "halves": jnp.stack(mask.halves),
+            "halves": np.stack(mask.halves),
             "small": mask.small,
         }
         if self.gate == "channel":
-            arrays |= {"reach": jnp.stack(mask.reach), "passage": jnp.stack([mask.upto, mask.after])}
+            arrays |= {"reach": np.stack(mask.reach), "passage": np.stack([mask.upto, mask.after])}
         return arrays
 
     def rows_spec(self, width: int, order: Callable[[Any], Any]) -> pl.BlockSpec:
@@ -173,25 +174,11 @@ def layout_of(operands: Operands, config: PallasTpuConfig, *, side_by_side: int,
     gate = "none" if operands.g is None else "head" if operands.g.ndim == 3 else "channel"
     how = Exactness.SPLIT if operands.q.dtype == jnp.bfloat16 else Exactness.HIGHEST
     packed = operands.resets is not None
-    return Layout(
-        b,
-        t,
-        h,
-        hv,
-        depth,
-        width,
-        config.chunk,
-        config.block_chunks,
-        config.heads,
-        gate,
-        packed,
-        how,
-        side_by_side,
-        keep,
-    )
+    sizes = (b, t, h, hv, depth, width, config.chunk, config.block_chunks, config.heads)
+    return Layout(*sizes, gate, packed, how, side_by_side, keep)
 
 
-def _side_by_side(x: jax.Array, layout: Layout, width: int) -> jax.Array:
+def side_by_side(x: jax.Array, layout: Layout, width: int) -> jax.Array:
     """[B, T, heads, D] as [B, T, heads * width], padded with zeros."""
     b, t, heads, d = x.shape
     x = jnp.pad(x, ((0, 0), (0, layout.t - t), (0, 0), (0, width - d)))
@@ -199,12 +186,12 @@ def _side_by_side(x: jax.Array, layout: Layout, width: int) -> jax.Array:
 
 
 def apart(x: jax.Array, layout: Layout, heads: int, d: int) -> jax.Array:
-    """The way back from `_side_by_side`."""
+    """The way back from `side_by_side`."""
     b = x.shape[0]
     return x.reshape(b, layout.t, heads, -1)[:, : layout.true_t, :, :d]
 
 
-def _padded_state(state: jax.Array, layout: Layout) -> jax.Array:
+def padded_state(state: jax.Array, layout: Layout) -> jax.Array:
     missing = (layout.depth - layout.true_depth, layout.width - layout.true_width)
     return jnp.pad(state, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
 
@@ -226,16 +213,16 @@ def prepare(operands: Operands, layout: Layout) -> dict[str, jax.Array]:
         return jnp.pad(x, [(0, 0), (0, t - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
     arrays = {
-        "q": _side_by_side(operands.q, layout, layout.depth),
-        "k": _side_by_side(operands.k, layout, layout.depth),
-        "v": _side_by_side(operands.v, layout, layout.width),
-        "initial_state": _padded_state(operands.initial_state, layout),
+        "q": side_by_side(operands.q, layout, layout.depth),
+        "k": side_by_side(operands.k, layout, layout.depth),
+        "v": side_by_side(operands.v, layout, layout.width),
+        "initial_state": padded_state(operands.initial_state, layout),
     }
     columns, rows = [_per_head(padded(operands.beta), layout)[0]], []
     if operands.g is not None:
         g = padded(jnp.maximum(operands.g, LOWEST_GATE))
         if layout.gate == "channel":
-            arrays["g"] = _side_by_side(g, layout, layout.depth)
+            arrays["g"] = side_by_side(g, layout, layout.depth)
         else:
             parts = coarse_and_fine(g.reshape(b, -1, layout.chunk, layout.hv), axis=2)
             for part in parts:
@@ -254,7 +241,7 @@ def prepare(operands: Operands, layout: Layout) -> dict[str, jax.Array]:
         arrays["rows"] = jnp.concatenate(rows, axis=-1)
     # Inside shard_map a kernel's operands vary alike.
     axes = varying_axes(operands.v)
-    return arrays | {name: vary_over(mask, axes) for name, mask in layout.mask_arrays.items()}
+    return arrays | {name: vary_over(jnp.asarray(mask), axes) for name, mask in layout.mask_arrays.items()}
 
 
 def _masks_of(ref: dict[str, Any], layout: Layout) -> Masks:

@@ -26,7 +26,16 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, Chunk, advance, decay_of, inverses, scores
-from tilewright.ops.delta_rule.pallas_tpu_blocks import Layout, Operands, apart, chunk_of, layout_of, prepare
+from tilewright.ops.delta_rule.pallas_tpu_blocks import (
+    Layout,
+    Operands,
+    apart,
+    chunk_of,
+    layout_of,
+    padded_state,
+    prepare,
+    side_by_side,
+)
 
 # Twice the forward's would quadruple a product of which only the diagonal blocks count.
 _SIDE_BY_SIDE = 2
@@ -140,9 +149,7 @@ def backward(
 ) -> Operands:
     """The gradient of every operand, given the states before each block [B, num_t, HV, K, V]."""
     layout = layout_of(operands, launch.config, side_by_side=_SIDE_BY_SIDE, keep=True)
-    outputs = dataclasses.replace(operands, v=d_o, initial_state=d_final_state)
     arrays = prepare(operands, layout)
-    d_arrays = prepare(outputs, layout)
     b, num_t, hv = layout.b, layout.num_t, layout.hv
     depth, width, heads = layout.depth, layout.width, layout.heads
     like = operands.v
@@ -179,7 +186,7 @@ def backward(
 
     c, n = layout.chunk, len(layout.packs[0])
     inputs = [arrays[name] for name in layout.inputs]
-    given = [*inputs, starts, d_arrays["v"], d_arrays["initial_state"]]
+    given = [*inputs, starts, side_by_side(d_o, layout, width), padded_state(d_final_state, layout)]
     out_shape = [shape for shape, _ in out.values()]
     results = pl.pallas_call(
         functools.partial(_backward_kernel, layout=layout, scale=scale),

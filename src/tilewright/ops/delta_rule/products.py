@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from tilewright.ops.delta_rule.config import LANES
+from tilewright.core.chip import LANES
 
 Form = Literal["nn", "nt", "tn"]
 """a b, a b^T, or a^T b."""

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from tilewright.core.arguments import FLOATING, shown
+
 SMALLEST_WIDTH, LARGEST_WIDTH = 16, 256
-_DTYPES = ("float32", "bfloat16", "float64")
 
 
 def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> None:
@@ -22,7 +23,7 @@ def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> N
             f"both with B or both without"
         )
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.dtype.name not in _DTYPES:
+        if array.dtype.name not in FLOATING:
             raise ValueError(f"{name} is {shown(array)}; it must be float32 or bfloat16: {name}.astype(jnp.bfloat16)")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -98,10 +99,16 @@ def _check_state(name: str, state: jax.Array, shape: list[int]) -> None:
 
 
 def _check_floating(name: str, array: jax.Array) -> None:
-    if array.dtype.name not in _DTYPES:
+    if array.dtype.name not in FLOATING:
         raise ValueError(
             f"{name} has dtype {array.dtype.name}; it must be float32 or bfloat16: pass {name}.astype(jnp.float32)"
         )
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Of KDA's bounded gate."""
+    if lower_bound is not None and not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound={lower_bound} must be at least -5 and negative; use -5.0, or None for no bound")
 
 
 def check_segments(segment_ids: jax.Array, v: jax.Array) -> None:
@@ -114,7 +121,3 @@ def check_segments(segment_ids: jax.Array, v: jax.Array) -> None:
         raise ValueError(
             f"segment_ids is {shown(segment_ids)}; it must be [B, T] = {list(v.shape[:-2])}, one id a token"
         )
-
-
-def shown(array: jax.Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
 from tilewright.core.chip import Chip
@@ -98,7 +99,8 @@ def _one_head(
     on_cpu: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The chunks of a block, one head: q [chunks, C, K], ..., state [K, V] -> the state after them, o [chunks, C, V]."""
-    mask = masks(q.shape[1], 1, state.dtype, channels=g is not None and g.ndim == 3)
+    made = masks(q.shape[1], 1, np.dtype(state.dtype), channels=g is not None and g.ndim == 3)
+    mask = jax.tree.map(jnp.asarray, made)
 
     def chunk_of(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any) -> Chunk:
         runs = gates = None
@@ -193,7 +195,7 @@ def _forward(
     return results, (q, k, v, g, beta, initial_state, resets, states)
 
 
-def _backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+def backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     q, k, v, g, beta, initial_state, resets, states = saved
     d_o, d_state = cotangents
     b, t, h, depth = q.shape
@@ -225,7 +227,7 @@ def _backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tupl
     return *gradients, d_state.reshape(initial_state.shape), None
 
 
-_chunked.defvjp(_forward, _backward)
+_chunked.defvjp(_forward, backward)
 
 
 def delta_rule_xla(

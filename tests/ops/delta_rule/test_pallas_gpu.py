@@ -1,0 +1,101 @@
+"""What only the Hopper kernel has: its blocks, its limits, and that it lowers for a GPU where there is none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tilewright
+from tests.ops.contract import able_to_run
+from tilewright import gated_delta_rule
+from tilewright.core.numerics import judge
+from tilewright.ops.delta_rule.config import PallasGpuConfig
+
+
+def draw(t=150, h=1, hv=2, depth=64, width=80, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 6)
+    k = jax.random.normal(keys[1], (1, t, h, depth))
+    return {
+        "q": jax.random.normal(keys[0], (1, t, h, depth)).astype(jnp.bfloat16),
+        "k": (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(jnp.bfloat16),
+        "v": jax.random.normal(keys[2], (1, t, hv, width)).astype(jnp.bfloat16),
+        "g": -jax.nn.softplus(jax.random.normal(keys[3], (1, t, hv))),
+        "beta": jax.nn.sigmoid(jax.random.normal(keys[4], (1, t, hv))),
+        "initial_state": jax.random.normal(keys[5], (1, hv, depth, width)),
+    }
+
+
+def on_gpu(arrays, config=None):
+    with able_to_run("pallas_gpu"):
+        return jax.jit(lambda given: gated_delta_rule(**given, implementation="pallas_gpu", config=config))(arrays)
+
+
+def test_chunks_and_value_channels_that_are_not_whole():
+    """Three chunks, the last of 22 tokens; channels of two warpgroups, the second's mostly padding."""
+    arrays = draw()
+    wide = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+    oracle = gated_delta_rule(**wide, implementation="reference")
+    got = on_gpu(arrays, PallasGpuConfig(block_v=128))
+    rounded = [np.asarray(value.astype(jnp.bfloat16), np.float32) for value in oracle]
+    for quantity, value, plain, want in zip(("o", "final_state"), got, rounded, oracle, strict=True):
+        verdict = judge(value, plain, want)
+        assert verdict.ok, f"{quantity}: {verdict}"
+    # Half the channels a block: other blocks, the same sums.
+    for one, other in zip(got, on_gpu(arrays, PallasGpuConfig(block_v=64)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # What comes later changes nothing, to the bit, strong gates included.
+    t = 70
+    later = {
+        name: array if name == "initial_state" else array.at[:, t:].set(-9.0 if name == "g" else 0.3)
+        for name, array in arrays.items()
+    }
+    np.testing.assert_array_equal(on_gpu(later, PallasGpuConfig(block_v=128))[0][:, :t], got[0][:, :t])
+
+
+@pytest.mark.parametrize(
+    ("chip", "change", "text"),
+    [
+        ("a100", {}, r"made for Hopper GPUs .* this is a a100 with 8.0; use implementation='xla'"),
+        ("b200", {}, r"made for Hopper GPUs .* this is a b200 with 10.0; use implementation='xla'"),
+        (
+            "h200",
+            {"dtype": jnp.float32},
+            r"q is float32, and it multiplies bfloat16 only .*pass q, k and v as bfloat16",
+        ),
+        ("h200", {"depth": 192}, r"K=192 must be 128 at most \(the state is in registers\); use implementation='xla'"),
+    ],
+)
+def test_what_it_refuses(chip, change, text):
+    arrays = draw(depth=change.get("depth", 64))
+    if "dtype" in change:
+        arrays = {name: array.astype(change["dtype"]) for name, array in arrays.items()}
+    with tilewright.target(chip):
+        with pytest.raises(tilewright.Unsupported, match=text):
+            gated_delta_rule(**arrays, implementation="pallas_gpu")
+        (decision,) = tilewright.explain("gated_delta_rule", **arrays).decisions
+    assert decision.implementation == "xla"
+    assert "not pallas_gpu: " in str(decision)
+
+
+def test_a_block_of_other_channels_is_refused():
+    with pytest.raises(
+        ValueError, match=r"block_v=96 must be one of 64, 128 \(a warpgroup carries 64 channels\); use 128"
+    ):
+        PallasGpuConfig(block_v=96)
+
+
+@pytest.mark.parametrize(("heads", "block_v"), [(96, 128), (64, 64)])
+def test_it_lowers_for_a_gpu_that_is_not_there(heads, block_v):
+    """And is what an H200 gets when nothing is named; heads too few to fill it are split."""
+    arrays = {
+        name: jax.ShapeDtypeStruct((1, 8192, heads, *rest), dtype)
+        for name, rest, dtype in (
+            *((name, (128,), jnp.bfloat16) for name in "qkv"),
+            *((name, (), jnp.float32) for name in ("g", "beta")),
+        )
+    }
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain("gated_delta_rule", **arrays).decisions
+        lowered = jax.jit(lambda given: gated_delta_rule(**given)).trace(arrays).lower(lowering_platforms=("cuda",))
+    assert (decision.implementation, decision.launch.config.block_v) == ("pallas_gpu", block_v)
+    assert lowered.as_text().count("mosaic_gpu") >= 2

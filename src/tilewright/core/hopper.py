@@ -1,9 +1,10 @@
-"""What Mosaic GPU kernels for Hopper share: whether a chip is one, and sums of products on its matrix unit.
+"""What Mosaic GPU kernels for Hopper share: whether a chip is one, tiles, and sums of products on its matrix unit.
 
 Pallas' interpreter for GPUs takes neither operands in registers nor accumulators that begin with a value. Kernels that are
 to run in it as well add through `Accumulator`, which is a plain value there.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.chip import Chip
 
 HOPPER = (9, 0)
+SWIZZLE_BYTES = 128
 
 
 def not_hopper(chip: Chip) -> str | None:
@@ -28,6 +30,28 @@ def not_hopper(chip: Chip) -> str | None:
     )
 
 
+def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
+    missing = -array.shape[axis] % multiple
+    if not missing:
+        return array
+    return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
+
+
+def tile(*shape: int, dtype: Any) -> Any:
+    """Shared memory for operands of the matrix unit, [..., rows, columns]."""
+    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    transforms = (
+        plgpu.TilingTransform((8, columns)),  # type: ignore[abstract]
+        plgpu.SwizzleTransform(SWIZZLE_BYTES),  # type: ignore[abstract]
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def quotient(a: Any, b: int) -> tuple[Any, Any]:
+    """The quotient and the remainder of numbers that are not negative: // would look at signs."""
+    return jax.lax.div(a, jnp.int32(b)), jax.lax.rem(a, jnp.int32(b))
+
+
 class Accumulator:
     """A sum of products that the matrix unit adds to.
 
@@ -35,7 +59,7 @@ class Accumulator:
     operands in registers: there it is a plain value.
     """
 
-    def __init__(self, ref: Any = None, value: jax.Array | None = None):
+    def __init__(self, ref: Any = None, value: Any = None):
         self.ref, self.value = ref, value
 
     def add(self, a: Any, b: Any) -> None:
@@ -52,7 +76,6 @@ class Accumulator:
         """The sum, once at most so many products, the last ones issued, are still in flight."""
         if self.ref is not None:
             return plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight)
-        assert self.value is not None
         return self.value
 
 
@@ -77,11 +100,12 @@ def accumulate(
             add(*(Accumulator(ref) for ref in (*sum_refs, *fresh_refs)))
 
         if fresh:
-            pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in fresh))
+            pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in fresh))
         else:
             run()
 
-    return tuple(pl.run_state(begin)(tuple(plgpu.ACC.init(value) for value in sums)))
+    held: Any = pl.run_state(begin)(tuple(plgpu.WGMMAAccumulatorRef.init(value) for value in sums))
+    return tuple(held)
 
 
 def product(shape: tuple[int, int], add: Callable[[Accumulator], None], *, interpreted: bool) -> jax.Array:
@@ -95,4 +119,46 @@ def product(shape: tuple[int, int], add: Callable[[Accumulator], None], *, inter
         add(Accumulator(ref))
         return ref[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def with_accumulators(shapes: tuple[tuple[int, int], ...], body: Callable[..., None], *, interpreted: bool) -> None:
+    """Calls `body` with accumulators that begin with zero."""
+    if interpreted:
+        body(*(Accumulator(value=jnp.zeros(shape, jnp.float32)) for shape in shapes))
+        return
+    pl.run_scoped(
+        lambda *refs: body(*(Accumulator(ref) for ref in refs)),
+        *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes),
+    )
+
+
+def loop_with_sums(
+    shapes: tuple[tuple[int, int], ...],
+    loops: list[tuple[Any, Any, Callable[..., None]]],
+    *,
+    interpreted: bool,
+) -> tuple[jax.Array, ...]:
+    """Sums that begin with zero, and that loops of (first, end, body) add to; `body` takes the number and the sums.
+
+    Products may stay in flight from one round to the next: a body waits for those it reads.
+    """
+    if interpreted:
+
+        def round_of(n: Any, values: Any, body: Callable[..., None]) -> Any:
+            sums = tuple(Accumulator(value=value) for value in values)
+            body(n, sums)
+            return tuple(accumulator.read() for accumulator in sums)
+
+        values = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        for first, end, body in loops:
+            values = jax.lax.fori_loop(first, end, functools.partial(round_of, body=body), values)
+        return values
+
+    def run(*refs: Any) -> tuple[jax.Array, ...]:
+        sums = tuple(Accumulator(ref) for ref in refs)
+        for first, end, body in loops:
+            jax.lax.fori_loop(first, end, lambda n, _, body=body: body(n, sums), None)
+        return tuple(ref[...] for ref in refs)
+
+    return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))

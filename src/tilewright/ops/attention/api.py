@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.dispatch import Op, register
 from tilewright.core.numerics import accumulator
 from tilewright.ops.attention.masks import EMPTY, Causal, Dense, Grid, Mask, SlidingWindow, contains
 
-_DTYPES = ("float32", "bfloat16", "float64")
 _MOST_BIAS_BYTES = 16 * 2**30
 _COARSE = 4096
 
@@ -19,7 +19,7 @@ OP = register(
     Op(
         name="flash_attention",
         family="tilewright.ops.attention",
-        implementations=("pallas_tpu", "xla", "reference"),
+        implementations=("pallas_tpu", "pallas_gpu", "xla", "reference"),
     )
 )
 
@@ -69,7 +69,7 @@ def flash_attention(
       sinks: [H] a logit for each head that takes weight and has no value. Gradients flow to it.
       q_offset: the position of the first query; a number, known when traced. With S - T queries are the last tokens.
       return_logsumexp: also return logsumexp [B, T, H], float32. Gradients flow through it.
-      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
       config: block sizes, a config of the implementation (tilewright.ops.attention.config).
 
     Returns:
@@ -113,14 +113,14 @@ def flash_attention(
 
 
 def _validate_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    if q.ndim not in (3, 4) or q.dtype.name not in _DTYPES:
+    if q.ndim not in (3, 4) or q.dtype.name not in FLOATING:
         raise ValueError(
-            f"q is {_shown(q)}; it must be [B, T, H, D] or [T, H, D] of float32 or bfloat16: q.astype(jnp.bfloat16)"
+            f"q is {shown(q)}; it must be [B, T, H, D] or [T, H, D] of float32 or bfloat16: q.astype(jnp.bfloat16)"
         )
     for name, array in (("k", k), ("v", v)):
         if array.ndim != q.ndim or array.shape[: q.ndim - 3] != q.shape[: q.ndim - 3]:
             raise ValueError(
-                f"{name} is {_shown(array)} and q is {_shown(q)}; they must have as many axes and the same batch: "
+                f"{name} is {shown(array)} and q is {shown(q)}; they must have as many axes and the same batch: "
                 f"[B, S, KV, D]"
             )
         if array.dtype != q.dtype:
@@ -129,11 +129,11 @@ def _validate_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
                 f"pass {name}.astype(q.dtype)"
             )
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v is {_shown(v)} and k is {_shown(k)}; they must have the same S and KV")
+        raise ValueError(f"v is {shown(v)} and k is {shown(k)}; they must have the same S and KV")
     if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k is {_shown(k)} and q is {_shown(q)}; the last axes must be equal (D={q.shape[-1]})")
+        raise ValueError(f"k is {shown(k)} and q is {shown(q)}; the last axes must be equal (D={q.shape[-1]})")
     if q.shape[-1] == 0:
-        raise ValueError(f"q is {_shown(q)}; D must be at least 1")
+        raise ValueError(f"q is {shown(q)}; D must be at least 1")
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
@@ -168,7 +168,7 @@ def _settle_masks(
     elif isinstance(mask, jax.Array):
         if mask.dtype != jnp.bool_:
             raise ValueError(
-                f"mask is {_shown(mask)}; it must be bool: pass mask != 0, or give an additive one as bias="
+                f"mask is {shown(mask)}; it must be bool: pass mask != 0, or give an additive one as bias="
             )
         dynamic = _four_axes("mask", mask, (b, h, t, s), may_be_one=(0, 1))
     elif mask is not None:
@@ -228,7 +228,7 @@ def _four_axes(name: str, array: jax.Array, full: tuple[int, ...], may_be_one: t
     if not fits:
         ones = ", ".join("BHTS"[axis] for axis in may_be_one)
         raise ValueError(
-            f"{name} is {_shown(array)}; it must broadcast to [B, H, T, S] = {list(full)}, where {ones} may be 1: "
+            f"{name} is {shown(array)}; it must broadcast to [B, H, T, S] = {list(full)}, where {ones} may be 1: "
             f"add axes in front with {name}[None]"
         )
     return array.reshape(shape)
@@ -249,7 +249,7 @@ def _settle_segments(ids: Any, b: int, t: int, s: int, unbatched: bool) -> tuple
         if array.shape != (b, length):
             remedy = " pass a pair (q ids, kv ids)" if t != s and not isinstance(ids, tuple | list) else ""
             raise ValueError(
-                f"segment_ids of {which} is {_shown(array)}; it must be [{b}, {length}], an id for each token;{remedy}"
+                f"segment_ids of {which} is {shown(array)}; it must be [{b}, {length}], an id for each token;{remedy}"
             )
         settled.append(array.astype(jnp.int32))
     return settled[0], settled[1]
@@ -261,13 +261,13 @@ def _settle_bias(bias: Any, b: int, t: int, h: int, s: int) -> jax.Array | None:
     bias = jnp.asarray(bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(
-            f"bias is {_shown(bias)}; it must be floating: pass bias.astype(jnp.float32), or give bools as mask="
+            f"bias is {shown(bias)}; it must be floating: pass bias.astype(jnp.float32), or give bools as mask="
         )
     bias = _four_axes("bias", bias, (b, h, t, s), may_be_one=(0, 1, 2))
     size_bytes = bias.size * bias.dtype.itemsize
     if size_bytes > _MOST_BIAS_BYTES:
         raise ValueError(
-            f"bias is {_shown(bias)}, {size_bytes / 2**30:,.0f} GiB to hold and to read for each pass, and its gradient as "
+            f"bias is {shown(bias)}, {size_bytes / 2**30:,.0f} GiB to hold and to read for each pass, and its gradient as "
             f"much again; give what it depends on instead: a mask of tilewright.masks, a window, soft_cap, or a bias "
             f"[B, H, 1, S] of the keys alone"
         )
@@ -279,9 +279,5 @@ def _settle_sinks(sinks: Any, h: int) -> jax.Array | None:
         return None
     sinks = jnp.asarray(sinks)
     if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise ValueError(f"sinks is {_shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
+        raise ValueError(f"sinks is {shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
     return sinks
-
-
-def _shown(array: jax.Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"

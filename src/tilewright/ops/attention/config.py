@@ -3,15 +3,16 @@
 `PallasTpuConfig`: a block of queries stays in VMEM while blocks of keys and values stream past, in the forward and in the
 backward. A block is what is fetched; inside of a step it is computed in tiles, whose size decides how the products of one
 tile and the exponentials of another overlap.
+`PallasGpuConfig`: a block of queries stays in shared memory while blocks of keys and values stream past in the forward, and
+the other way round in the backward.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
-from tilewright.core.chip import MIB, Chip
+from tilewright.core.chip import LANES, MIB, Chip
 from tilewright.ops.attention.plan import MOST_TILES
 
-LANES = 128
 _FLOAT32_BYTES = 4
 # A tile of logits in the xla version, float32, over batch and heads. It bounds the temporary memory.
 _XLA_TILE_BYTES = 64 * MIB
@@ -160,3 +161,90 @@ def _even_blocks(length: int, largest: int) -> int:
 def _tile(block: int, largest: int) -> int:
     """The largest multiple of the lanes that divides the block, `largest` at most."""
     return next(size for size in range(min(block, largest), 0, -LANES) if block % size == 0)
+
+
+# On Hopper two warpgroups compute, with 64 rows each (a warpgroup's product), and a third copies.
+GPU_ROWS, GPU_WORKERS = 64, 2
+# A row of shared memory that the matrix unit reads without bank conflicts is 128 bytes: 64 elements of bfloat16.
+GPU_WIDTH = 64
+GPU_BLOCK = GPU_ROWS * GPU_WORKERS
+# The widest heads that the backward kernel takes: wider ones' dk and dv do not fit the registers.
+GPU_WIDEST_BWD = 128
+GPU_WIDEST = 256
+_BFLOAT16_BYTES = 2
+# Barriers, and what the compiler aligns.
+_GPU_SMEM_SLACK = 2304
+
+
+@dataclass(frozen=True)
+class PallasGpuConfig:
+    """Keys of a block and blocks in flight of the forward kernel; blocks of queries in flight of the backward (`_bwd`).
+
+    The other sizes follow from the hardware: 128 queries a block in the forward; 128 keys in the backward, and as many
+    queries as make its tile of dq two products of 64 x 64.
+    """
+
+    block_k: int
+    stages: int
+    stages_bwd: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block_k, int) or self.block_k % GPU_ROWS or not 0 < self.block_k <= 2 * GPU_BLOCK:
+            raise ValueError(
+                f"block_k={self.block_k!r} must be a multiple of {GPU_ROWS}, {2 * GPU_BLOCK} at most (a product's "
+                f"columns); use {GPU_BLOCK}, or implementation='xla'"
+            )
+        for name in ("stages", "stages_bwd"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 2:
+                raise ValueError(
+                    f"{name}={value!r} must be 2 or more: a copy runs while the block before is used; use 2"
+                )
+
+    @staticmethod
+    def block_q_bwd(width: int) -> int:
+        """Queries of a block in the backward, for heads of this padded width."""
+        return GPU_WORKERS * GPU_ROWS * GPU_WIDTH // width
+
+    def smem_bytes(self, d: int, dv: int) -> dict[str, int]:
+        """An estimate of the shared memory that each kernel needs."""
+        d, dv = (padded_width(width) for width in (d, dv))
+        forward = GPU_BLOCK * d + self.stages * self.block_k * (d + dv) + (GPU_BLOCK * dv if d != dv else 0)
+        needed = {"forward": forward * _BFLOAT16_BYTES + 2 * GPU_BLOCK * _FLOAT32_BYTES + _GPU_SMEM_SLACK}
+        width = max(d, dv)
+        if width <= GPU_WIDEST_BWD:
+            block_q = self.block_q_bwd(width)
+            halves = 2 * self.stages_bwd * block_q * width + 2 * GPU_BLOCK * width + 2 * GPU_BLOCK * block_q
+            words = 3 * self.stages_bwd * block_q + GPU_WORKERS * GPU_ROWS * GPU_WIDTH
+            needed["backward"] = halves * _BFLOAT16_BYTES + words * _FLOAT32_BYTES + _GPU_SMEM_SLACK
+        return needed
+
+    def misfit(self, chip: Chip, d: int, dv: int) -> str | None:
+        """Why a kernel of this config does not fit the chip's shared memory, or None."""
+        if chip.smem_bytes is None:
+            return None
+        fields = {"forward": "block_k or stages", "backward": "stages_bwd"}
+        for kernel, needed in self.smem_bytes(d, dv).items():
+            if needed > chip.smem_bytes:
+                return (
+                    f"its {kernel} kernel needs about {needed // 1024} KiB of shared memory for D={d} and Dv={dv} with "
+                    f"{self}, and a block of a {chip.name} has {chip.smem_bytes // 1024}; use a smaller "
+                    f"{fields[kernel]}, or implementation='xla'"
+                )
+        return None
+
+    @staticmethod
+    def for_shape(d: int, dv: int) -> "PallasGpuConfig":
+        """128 keys a block where they fit the shared memory and the registers, else 64.
+
+        H200, causal, D = 128, T = 8,192 and 32,768: three stages of 128 keys do not fit, by 120 bytes.
+        """
+        d, dv = (padded_width(width) for width in (d, dv))
+        return PallasGpuConfig(
+            block_k=GPU_BLOCK if max(d, dv) <= GPU_WIDEST_BWD else GPU_BLOCK // 2, stages=2, stages_bwd=2
+        )
+
+
+def padded_width(width: int) -> int:
+    """A head's width in whole rows of shared memory; in the GPU kernels 64, 128, 192 or 256."""
+    return -(-width // GPU_WIDTH) * GPU_WIDTH

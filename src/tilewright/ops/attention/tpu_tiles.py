@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from tilewright.ops.attention.config import LANES
+from tilewright.core.chip import LANES
 from tilewright.ops.attention.gradient import Operands, Settings
 from tilewright.ops.attention.masks import EMPTY, FULL, PARTIAL, Grid, Mask
 from tilewright.ops.attention.plan import (

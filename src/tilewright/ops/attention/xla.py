@@ -218,7 +218,7 @@ class _Rows:
         return weights, weights * (d_weights - self.of(self.delta, i)), capped
 
 
-def _backward(
+def backward(
     operands: Operands,
     d_out: jax.Array,
     highest: jax.Array,
@@ -299,7 +299,7 @@ def bias_gradient(
     return dbias[:, :, : operands.bias.shape[2], : blocks.s].astype(operands.bias.dtype)
 
 
-_flash_attention = with_gradient(_forward, _backward)
+_flash_attention = with_gradient(_forward, backward)
 
 
 def flash_attention_xla(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.dispatch import Op, register
 
-_DTYPES = ("float32", "bfloat16", "float64")
 _MOST_QUERIES = 64
 _IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 _FAMILY = "tilewright.ops.attention.decode"
@@ -61,10 +61,10 @@ def decode_attention(
     k, v = jnp.asarray(k), jnp.asarray(v)
     for name, array in (("k", k), ("v", v)):
         if array.ndim != 4:
-            raise ValueError(f"{name} is {_shown(array)}; it must be [B, S, KV, D], a cache for each sequence")
+            raise ValueError(f"{name} is {shown(array)}; it must be [B, S, KV, D], a cache for each sequence")
         if array.shape[0] != jnp.shape(q)[0]:
             raise ValueError(
-                f"{name} is {_shown(array)} and q has B={jnp.shape(q)[0]}; there must be a cache for each q"
+                f"{name} is {shown(array)} and q has B={jnp.shape(q)[0]}; there must be a cache for each q"
             )
     return _attend(
         DECODE,
@@ -124,10 +124,10 @@ def paged_attention(
     k, v, table = jnp.asarray(k_pages), jnp.asarray(v_pages), jnp.asarray(page_table)
     for name, array in (("k_pages", k), ("v_pages", v)):
         if array.ndim != 4 or 0 in array.shape:
-            raise ValueError(f"{name} is {_shown(array)}; it must be [P, page, KV, D], a pool of pages")
+            raise ValueError(f"{name} is {shown(array)}; it must be [P, page, KV, D], a pool of pages")
     if not jnp.issubdtype(table.dtype, jnp.integer) or table.ndim != 2 or table.shape[0] != jnp.shape(q)[0]:
         raise ValueError(
-            f"page_table is {_shown(table)} and q has B={jnp.shape(q)[0]}; it must be integers [B, pages], "
+            f"page_table is {shown(table)} and q has B={jnp.shape(q)[0]}; it must be integers [B, pages], "
             f"a row of pages for each sequence"
         )
     # No implementation sees a page that it could read out of bounds with.
@@ -162,7 +162,7 @@ def _attend(
     if sinks is not None:
         sinks = jnp.asarray(sinks)
         if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-            raise ValueError(f"sinks is {_shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
+            raise ValueError(f"sinks is {shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
     in_range = (lengths >= 0) & (lengths <= room)
     safe = jnp.where(in_range, lengths, 0).astype(jnp.int32)
     out, logsumexp = op.run(
@@ -186,9 +186,9 @@ def _attend(
 def _validate(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, window: Any, scale: Any, soft_cap: Any
 ) -> None:
-    if q.ndim not in (3, 4) or q.dtype.name not in _DTYPES or 0 in q.shape:
+    if q.ndim not in (3, 4) or q.dtype.name not in FLOATING or 0 in q.shape:
         raise ValueError(
-            f"q is {_shown(q)}; it must be [B, T, H, D] or [B, H, D] of float32 or bfloat16, with no axis of 0"
+            f"q is {shown(q)}; it must be [B, T, H, D] or [B, H, D] of float32 or bfloat16, with no axis of 0"
         )
     if q.ndim == 4 and q.shape[1] > _MOST_QUERIES:
         raise ValueError(
@@ -200,9 +200,9 @@ def _validate(
             f"q has dtype {q.dtype.name}, k {k.dtype.name} and v {v.dtype.name}; they must be equal: pass q.astype(k.dtype)"
         )
     if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"v is {_shown(v)} and k is {_shown(k)}; only their last axes may differ")
+        raise ValueError(f"v is {shown(v)} and k is {shown(k)}; only their last axes may differ")
     if k.shape[3] != q.shape[-1]:
-        raise ValueError(f"k is {_shown(k)} and q is {_shown(q)}; the last axes must be equal (D={q.shape[-1]})")
+        raise ValueError(f"k is {shown(k)} and q is {shown(q)}; the last axes must be equal (D={q.shape[-1]})")
     heads, kv_heads = q.shape[-2], k.shape[2]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
@@ -210,7 +210,7 @@ def _validate(
             f"query heads"
         )
     if lengths.shape != q.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths is {_shown(lengths)}; it must be integers [B] = [{q.shape[0]}]")
+        raise ValueError(f"lengths is {shown(lengths)}; it must be integers [B] = [{q.shape[0]}]")
     numbers = (int, float, np.integer, np.floating)
     for name, value in (("window", window), ("scale", scale), ("soft_cap", soft_cap)):
         if value is not None and not isinstance(value, numbers):
@@ -221,7 +221,3 @@ def _validate(
         raise ValueError(f"window={window} must be a number of tokens, 0 or more; use None for all of them")
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"soft_cap={soft_cap} must be positive and finite; use None for no cap")
-
-
-def _shown(array: jax.Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from tilewright.core.chip import MIB, Chip
+from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
 
-LANES = 128
-_KEY_TILE = 16  # Sublanes of a bfloat16 tile.
 _VMEM_SHARE = 0.6
 
 
@@ -21,9 +19,9 @@ class PallasTpuConfig:
     """Key heads of a step. It must divide KV, and fill whole lanes or be all of them."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_k, int) or self.block_k < 1 or self.block_k % _KEY_TILE:
+        if not isinstance(self.block_k, int) or self.block_k < 1 or self.block_k % ROW_TILE:
             raise ValueError(
-                f"block_k={self.block_k!r} must be a positive multiple of {_KEY_TILE} (sublanes of a bfloat16 tile); "
+                f"block_k={self.block_k!r} must be a positive multiple of {ROW_TILE} (sublanes of a bfloat16 tile); "
                 f"use 512, or implementation='xla'"
             )
         for name in ("pages", "block_heads"):
@@ -45,13 +43,13 @@ class PallasTpuConfig:
             n for n in range(1, heads + 1) if heads % n == 0 and (n == heads or n * d % LANES == n * dv % LANES == 0)
         ]
         block_heads = max((n for n in fitting if n <= 4), default=fitting[0])
-        keys = min(512, -(-room // _KEY_TILE) * _KEY_TILE)
+        keys = min(512, -(-room // ROW_TILE) * ROW_TILE)
         budget = _VMEM_SHARE * (chip.vmem_bytes or 16 * MIB)
-        while keys > _KEY_TILE:
+        while keys > ROW_TILE:
             config = PallasTpuConfig(keys, 1, block_heads)
             if config.vmem_bytes(keys, d, dv, itemsize) <= budget:
                 break
-            keys = max(_KEY_TILE, keys // 2 // _KEY_TILE * _KEY_TILE)
+            keys = max(ROW_TILE, keys // 2 // ROW_TILE * ROW_TILE)
         # More pages than these are more copies and code a step than they save.
         pages = 1 if page is None else min(max(1, keys // page), 8, -(-room // page))
         return PallasTpuConfig(keys, pages, block_heads)

@@ -29,16 +29,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from tilewright.core.chip import MIB, Chip
+from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.attention.decode.config import LANES, PallasTpuConfig
+from tilewright.ops.attention.decode.config import PallasTpuConfig
 from tilewright.ops.attention.decode.xla import paged_attention_xla
 from tilewright.ops.attention.tpu_tiles import LOG2_E, LOWEST, MASKED, dot_f32, pad_to
 
 Config = PallasTpuConfig
-_ROW_TILE = 16
 
 
 def _page(k: Any, page_table: Any) -> int | None:
@@ -198,7 +197,7 @@ def _forward(
         steps = min(steps, pl.cdiv(window + t, keys) + 1)
 
     grouped = q.reshape(b, t, kv, group, d).transpose(0, 2, 1, 3, 4).reshape(b, kv, t * group, d)
-    grouped = pad_to(grouped, 2, _ROW_TILE)  # [B, KV, rows, D], rows a token's heads at a time
+    grouped = pad_to(grouped, 2, ROW_TILE)  # [B, KV, rows, D], rows a token's heads at a time
     rows = grouped.shape[2]
     token = jnp.minimum(jnp.arange(rows, dtype=jnp.int32) // group, t - 1)[:, None]
     sink_rows = jnp.full((kv, rows, 1), LOWEST, jnp.float32)

@@ -1,0 +1,332 @@
+"""The backward kernel of attention on Hopper GPUs: dq, dk and dv at once. See pallas_gpu.py and gradient.py.
+
+With p_ts = 2^(a_ts - logsumexp_t) and d_ts = p_ts (d_out_t . v_s - delta_t), times the slope of the soft cap,
+
+    dv_s = sum_t p_ts d_out_t        dk_s = scale sum_t d_ts q_t        dq_t = scale sum_s d_ts k_s
+
+Floor: 2 (3 D + 2 Dv) FLOPs for each pair that attends: five products, the logits made anew. Here each product once, over
+whole blocks that are not empty. Two kernels, one for dq and one for dk and dv, would make seven. What a single one needs
+is a sum over blocks of keys, which other multiprocessors compute, and an order of it that does not change from run to
+run.
+
+dq is summed as integers, whose sum has no order. Weights of a row add up to 1 at most, so no element of dq / scale, nor
+any sum on the way to it, exceeds max_s |d_out_t . v_s - delta_t| max |k|. That bound, of each row, is what 2^30 stands
+for: a tile of dq is rounded to multiples of bound / 2^30 and added to int32 in memory by the copy engine. bfloat16
+gradients have 8 bits; so many are left where a row's dq is 2^22 times below its bound.
+
+Blocking: a thread block keeps 128 keys and values in shared memory, 64 for each of two warpgroups, and dk and dv of those
+in registers. Blocks of queries stream past, 64 of them for heads of up to 128, 128 for heads of up to 64, with a row of
+statistics each; all query heads of a group one after the other. Tiles are [keys, queries]: the weights and the gradients
+of logits are then left operands of dv and dk. Those of the logits also go through shared memory, for dq needs both
+warpgroups'; each makes half of the columns of dq (or of its rows). A step's products with its queries for dk are still in
+flight when the next step's begin, so its queries are given back one step later.
+
+Limits: heads wider than 128 take the plain backward (xla.py): their dk and dv do not fit the registers. One thread block
+for each 128 keys of a key head: fewer than 132 leave multiprocessors idle. Beyond inputs and outputs: dq in int32, twice
+dq.
+
+Numerics: logsumexp in float32 in units of log 2; at logits of 1,000 it is off by 1e-4, which bfloat16 does not show.
+Weights are float32 until they are operands.
+
+Tried and dropped (H200, causal, B1 H16 T8192 D128, this kernel with what XLA does around it). Beside 1.60 ms as it is:
+weights kept as bfloat16 only, 1.81; and with dv before the gradients of logits, 1.85. Beside 1.67 ms, when queries were
+given back too early: dv before the gradients of logits, 1.75; dk from registers instead of shared memory, 1.87; 232
+registers instead of 240, 1.71; dq of a step made in the next one, so that the warpgroups need not meet, 2.62 (it spills 800
+bytes, where 192 are spilled as it is).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.core.dispatch import Launch
+from tilewright.core.hopper import Accumulator, loop_with_sums, padded, quotient, tile, with_accumulators
+from tilewright.core.manual_axes import output_like, vary_over, varying_axes
+from tilewright.core.target import gpu_interpret_params
+from tilewright.ops.attention.config import (
+    GPU_BLOCK,
+    GPU_ROWS,
+    GPU_WIDEST_BWD,
+    GPU_WIDTH,
+    GPU_WORKERS,
+    PallasGpuConfig,
+    XlaConfig,
+    padded_width,
+)
+from tilewright.ops.attention.gpu_tiles import (
+    COPIER_REGISTERS,
+    LOG2_E,
+    MASKED,
+    WORKER_REGISTERS,
+    Plan,
+    allowed,
+    plan_visits,
+    scaled_logits,
+)
+from tilewright.ops.attention.gradient import Operands, Settings
+from tilewright.ops.attention.xla import backward as xla_backward
+
+# The range of the sums of dq, in units of their bound: half of an int32's, so that rounding cannot leave it.
+_FIXED_ONE = 2.0**30
+# Below it a bound is taken for this: its reciprocal must be a float32.
+_LEAST_BOUND = 2.0**-90
+
+
+def _backward_kernel(*refs: Any, plan: Plan, stages: int, heads: tuple[int, int, int], interpreted: bool):
+    # inputs
+    q_ref, k_ref, v_ref, d_out_ref, rows_ref = refs[
+        :5
+    ]  # [B, T, H, D] or [B, S, KV, D]; rows [B, H, T / block_q, 3, block_q]
+    tables = dict(zip(plan.names, refs[5:], strict=False))
+    # dq is an input that is added to, [1, B, T, H, D] of int32.
+    dq_ref, dk_ref, dv_ref = refs[5 + len(plan.names) :][:3]
+    # scratch
+    q_smem, d_out_smem, rows_smem, k_smem, v_smem, d_logits_smem, dq_smem, *barriers = refs[8 + len(plan.names) :]
+    kv_barrier, q_barrier, d_out_barrier, q_free, d_out_free, both = barriers
+    batches, kv_heads, group = heads
+    block_q, width = plan.block_q, v_smem.shape[-1]
+    columns, parts = width // GPU_WIDTH, block_q // GPU_ROWS
+    # The tile of dq is cut between the workers: over its columns, or over its rows where those are 128.
+    over_rows = block_q == GPU_WORKERS * GPU_ROWS
+    worker = jax.lax.axis_index("worker")
+    rank, rest = quotient(jax.lax.axis_index("work"), batches * kv_heads)
+    b, kv = quotient(rest, kv_heads)
+    row = plan.row(tables, b, rank)
+    j = row.stays
+
+    steps = row.total * group
+
+    def locate(number: Any) -> tuple[Any, Any]:
+        """The query head and the place in the row of a step: full blocks of all heads of the group, then partial ones."""
+        if group == 1:
+            return kv, number
+        full = number < row.full * group
+        count = jnp.where(full, row.full, row.total - row.full)
+        inside = jnp.where(full, number, number - row.full * group)
+        g = jax.lax.div(inside, count)
+        return kv * group + g, jnp.where(full, 0, row.full) + inside - g * count
+
+    def slot_of(number: Any) -> Any:
+        return jax.lax.rem(number, jnp.int32(stages))
+
+    @pl.when(worker < GPU_WORKERS)
+    def _compute():
+        plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
+        settings = plan.settings
+        shape = (GPU_ROWS, block_q)
+        part = worker if over_rows else 0
+        plgpu.barrier_wait(kv_barrier)
+
+        def of_query(slot: Any, which: int) -> jax.Array:
+            values = plgpu.load(rows_smem.at[slot, which], layout=plgpu.Layout.WGMMA.reduce(0))  # [block_q]
+            return jax.lax.broadcast_in_dim(values, shape, [1])
+
+        def add_queries(h: Any, i: Any, slot: Any, dq: jax.Array) -> None:
+            """Add a tile of dq to the sums in memory, as integers."""
+            factors = rows_smem.at[slot, 2]
+            factors = factors.at[pl.ds(part * GPU_ROWS, GPU_ROWS)] if over_rows else factors
+            to_fixed = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(1))  # [GPU_ROWS]
+            fixed = jnp.round(dq * jax.lax.broadcast_in_dim(to_fixed, dq.shape, [0]), 0).astype(jnp.int32)
+            # The copy of the tile before has read it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            dq_smem[worker] = fixed
+            plgpu.commit_smem()
+            at = pl.ds(0, GPU_WIDTH) if over_rows else pl.ds(worker * GPU_WIDTH, GPU_WIDTH)
+            # The interpreter has no sums in memory: there each block of keys has an array of its own.
+            target = dq_ref.at[j if interpreted else 0, b, pl.ds(i * block_q + part * GPU_ROWS, GPU_ROWS), h, at]
+            plgpu.copy_smem_to_gmem(dq_smem.at[worker], target, reduction_op=None if interpreted else "add")
+
+        def step(number: Any, sums: tuple[Accumulator, ...], *, masked: bool) -> None:
+            dk, dv = sums
+            slot, twin = slot_of(number), jax.lax.rem(number, jnp.int32(2))
+            h, place = locate(number)
+            i = row.block(place)
+            content = row.content(place) if masked and "content" in tables else None
+            plgpu.barrier_wait(q_barrier.at[slot])
+
+            def differentiate(products: Accumulator, d_weights: Accumulator) -> None:
+                for c in range(columns):
+                    q_part = q_smem.at[slot, :, pl.ds(c * GPU_WIDTH, GPU_WIDTH)] if columns > 1 else q_smem.at[slot]
+                    products.add(k_smem.at[worker, c], q_part.transpose((1, 0)))  # [GPU_ROWS, block_q]
+                plgpu.barrier_wait(d_out_barrier.at[slot])
+                d_weights.add(v_smem.at[worker], d_out_smem.at[slot].transpose((1, 0)))  # [GPU_ROWS, block_q]
+                logits, factor, slope = scaled_logits(products.read(1), settings)
+
+                # What was issued before these products is done, so dk of the step before: its queries are read.
+                @pl.when(number > 0)
+                def _free_queries():
+                    plgpu.barrier_arrive(q_free.at[slot_of(number - 1)])
+
+                if masked:
+                    keep = allowed(
+                        plan,
+                        tables,
+                        b,
+                        content,
+                        (i * block_q, block_q),
+                        (j * plan.block_k + worker * GPU_ROWS, GPU_ROWS),
+                        transposed=True,
+                        part=pl.ds(worker * GPU_ROWS, GPU_ROWS),
+                    )
+                    logits = jnp.where(keep, logits, MASKED / max(factor, 1.0)) if keep is not None else logits
+                weights = jnp.exp2(logits * factor - of_query(slot, 0))
+                narrow = weights.astype(q_smem.dtype)
+                d_products = d_weights.read(0)
+                d_logits = weights * (d_products - of_query(slot, 1))
+                if slope is not None:
+                    d_logits = d_logits * (1.0 - slope * slope)
+                d_logits = d_logits.astype(q_smem.dtype)
+                # Not before the gradients of logits: that spilled more registers, and took 5 % longer (see above).
+                dv.add(narrow, d_out_smem.at[slot])  # [GPU_ROWS, width]
+                for c in range(parts):
+                    half = slice(c * GPU_ROWS, (c + 1) * GPU_ROWS)
+                    d_logits_smem[twin, worker, c] = d_logits if parts == 1 else d_logits[:, half]
+                plgpu.commit_smem()
+                # Both workers' gradients are there. Two buffers: the next ones are written while these may be read.
+                plgpu.barrier_arrive(both)
+                plgpu.barrier_wait(both)
+
+                def add(dq: Accumulator) -> None:
+                    for r in range(GPU_WORKERS):
+                        keys = k_smem.at[r, 0 if over_rows else worker]
+                        dq.add(d_logits_smem.at[twin, r, part].transpose((1, 0)), keys)  # [GPU_ROWS queries, GPU_WIDTH]
+                    for c in range(parts):
+                        q_rows = q_smem.at[slot] if parts == 1 else q_smem.at[slot, pl.ds(c * GPU_ROWS, GPU_ROWS)]
+                        dk.add(d_logits_smem.at[twin, worker, c], q_rows)  # [GPU_ROWS, width]
+                    add_queries(h, i, slot, dq.read(parts))
+
+                with_accumulators(((GPU_ROWS, GPU_WIDTH),), add, interpreted=interpreted)
+
+            with_accumulators((shape, shape), differentiate, interpreted=interpreted)
+            plgpu.barrier_arrive(d_out_free.at[slot])
+
+        loops = []
+        full_steps = row.full * group
+        if plan.has_full:
+            loops.append((0, full_steps, functools.partial(step, masked=False)))
+        if plan.has_partial:
+            loops.append((full_steps if plan.has_full else 0, steps, functools.partial(step, masked=True)))
+        dk, dv = loop_with_sums(((GPU_ROWS, width), (GPU_ROWS, width)), loops, interpreted=interpreted)
+        first_k = j * plan.block_k + worker * GPU_ROWS
+        # The worker's own values are read by nobody else, and are not needed any more.
+        stage = v_smem.at[worker]
+        for gradient, out_ref in ((dv, dv_ref), (dk * settings.scale, dk_ref)):
+            stage[...] = gradient.astype(out_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(stage, out_ref.at[b, pl.ds(first_k, GPU_ROWS), kv])
+            plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(worker == GPU_WORKERS)
+    def _copy():
+        plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
+        for r in range(GPU_WORKERS):
+            keys = (b, pl.ds(j * plan.block_k + r * GPU_ROWS, GPU_ROWS), kv)
+            for c in range(columns):
+                plgpu.copy_gmem_to_smem(k_ref.at[(*keys, pl.ds(c * GPU_WIDTH, GPU_WIDTH))], k_smem.at[r, c], kv_barrier)
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[r], kv_barrier)
+
+        def fetch(number: Any, _: None) -> None:
+            slot = slot_of(number)
+            h, place = locate(number)
+            i = row.block(place)
+            queries = (b, pl.ds(i * block_q, block_q), h)
+
+            @pl.when(number >= stages)
+            def _q_is_free():
+                plgpu.barrier_wait(q_free.at[slot])
+
+            plgpu.copy_gmem_to_smem(q_ref.at[queries], q_smem.at[slot], q_barrier.at[slot])
+            plgpu.copy_gmem_to_smem(rows_ref.at[b, h, i], rows_smem.at[slot], q_barrier.at[slot])
+
+            @pl.when(number >= stages)
+            def _d_out_is_free():
+                plgpu.barrier_wait(d_out_free.at[slot])
+
+            plgpu.copy_gmem_to_smem(d_out_ref.at[queries], d_out_smem.at[slot], d_out_barrier.at[slot])
+
+        jax.lax.fori_loop(0, steps, fetch, None)
+
+
+def backward(
+    operands: Operands,
+    d_out: jax.Array,
+    highest: jax.Array,
+    total: jax.Array,
+    delta: jax.Array,
+    settings: Settings,
+    launch: Launch,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """dq, dk and dv. `highest` is in units of log 2."""
+    config: PallasGpuConfig = launch.config
+    (b, t, h, d), (_, s, kv, dv) = operands.q.shape, operands.v.shape
+    width = padded_width(max(d, dv))
+    if width > GPU_WIDEST_BWD:
+        plain = dataclasses.replace(launch, config=XlaConfig.for_shape(b, h, t, s))
+        return xla_backward(operands, d_out, highest / LOG2_E, total, delta, settings, plain)
+    block_q, block_k, stages, group = config.block_q_bwd(width), GPU_BLOCK, config.stages_bwd, h // kv
+    plan, tables = plan_visits(operands, settings, (block_q, block_k), "k")
+    q, d_outs = (padded(padded(array, 3, width), 1, block_q) for array in (operands.q, d_out))
+    k, v = (padded(padded(array, 3, width), 1, block_k) for array in (operands.k, operands.v))
+    padded_t, padded_s, dtype = q.shape[1], k.shape[1], q.dtype
+    bound = _bound(operands, d_out, delta)  # [B, H, T]
+    log_total = jnp.log2(jnp.where(total == 0, 1.0, total))
+    rows = jnp.stack([highest + log_total, delta, _FIXED_ONE / bound], axis=2)  # [B, H, 3, T]
+    rows = padded(rows, 3, block_q).reshape(b, h, 3, -1, block_q).swapaxes(2, 3)  # [B, H, T / block_q, 3, block_q]
+    interpreted = launch.interpret is not None
+    columns, parts = width // GPU_WIDTH, block_q // GPU_ROWS
+    summed = jnp.zeros((plan.rows if interpreted else 1, b, padded_t, h, width), jnp.int32)
+    dq_sums = jax.new_ref(vary_over(summed, varying_axes(operands.q)))
+    free = plgpu.Barrier(num_arrivals=GPU_WORKERS, num_barriers=stages)
+    dk, dv_ = plgpu.kernel(
+        functools.partial(_backward_kernel, plan=plan, stages=stages, heads=(b, kv, group), interpreted=interpreted),
+        out_type=(
+            output_like((b, padded_s, kv, width), dtype, operands.q),
+            output_like((b, padded_s, kv, width), dtype, operands.q),
+        ),
+        grid=(b * kv * plan.rows,),
+        grid_names=("work",),
+        num_threads=GPU_WORKERS + 1,
+        thread_name="worker",
+        scratch_types=(
+            tile(stages, block_q, width, dtype=dtype),
+            tile(stages, block_q, width, dtype=dtype),
+            plgpu.SMEM((stages, 3, block_q), jnp.float32),
+            tile(GPU_WORKERS, columns, GPU_ROWS, GPU_WIDTH, dtype=dtype),
+            tile(GPU_WORKERS, GPU_ROWS, width, dtype=dtype),
+            tile(2, GPU_WORKERS, parts, GPU_ROWS, GPU_ROWS, dtype=dtype),
+            tile(GPU_WORKERS, GPU_ROWS, GPU_WIDTH, dtype=jnp.int32),
+            plgpu.Barrier(num_arrivals=GPU_WORKERS * (columns + 1)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            free,
+            free,
+            plgpu.Barrier(num_arrivals=GPU_WORKERS),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=gpu_interpret_params(launch.interpret),
+        kernel_name="flash_attention_backward",
+    )(q, k, v, d_outs, rows, *tables, dq_sums)
+    from_fixed = (bound * (settings.scale / _FIXED_ONE)).transpose(0, 2, 1)[..., None]  # [B, T, H, 1]
+    dq = jnp.sum(dq_sums[...], axis=0)[:, :t, :, :d].astype(jnp.float32) * from_fixed
+    return dq.astype(dtype), dk[:, :s, :, :d], dv_[:, :s, :, :dv], None
+
+
+def _bound(operands: Operands, d_out: jax.Array, delta: jax.Array) -> jax.Array:
+    """What no element of a row of dq / scale can exceed, nor any sum on the way to it; [B, H, T].
+
+    The weights of a row add up to 1 at most, so |dq / scale| <= max_s |d_out . v_s - delta| max |k|.
+    """
+    group = operands.q.shape[2] // operands.k.shape[2]
+    f32 = jnp.float32
+    largest_v = jnp.sqrt(jnp.max(jnp.sum(jnp.square(operands.v.astype(f32)), axis=3), axis=1))  # [B, KV]
+    largest_k = jnp.max(jnp.abs(operands.k), axis=(1, 3)).astype(f32)
+    largest_v, largest_k = (jnp.repeat(a, group, axis=1)[:, :, None] for a in (largest_v, largest_k))  # [B, H, 1]
+    norm = jnp.sqrt(jnp.sum(jnp.square(d_out.astype(f32)), axis=3)).transpose(0, 2, 1)  # [B, H, T]
+    # One part in 16 for what rounding to bfloat16 adds.
+    bound = (norm * largest_v + jnp.abs(delta)) * largest_k * 1.0625
+    return jnp.maximum(bound, _LEAST_BOUND)

@@ -84,6 +84,17 @@ def test_a_result_is_kept_by_program_chip_libtpu_and_flags(fake_worker, tmp_path
     assert runs.read_text() == "." * 4
 
 
+def test_without_a_schedule_the_compiler_is_not_asked_for_one(fake_worker, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    fake_worker(f"open({str(asked)!r}, 'a').write(os.environ['LIBTPU_INIT_ARGS'] + '\\n'){GOOD}")
+    plain = aot.compile(copy, struct(4096, 128), chip="v5e", schedule=False)
+    whole = aot.compile(copy, struct(4096, 128), chip="v5e")
+    assert (plain.ok, plain.floor_us, whole.cached) == (True, None, False)
+    first, second = asked.read_text().splitlines()
+    assert first == ""
+    assert "dump" in second
+
+
 def test_a_spoilt_result_on_disk_is_compiled_anew(fake_worker, tmp_path: Path) -> None:
     fake_worker(GOOD)
     aot.compile(add, struct(8, 128))

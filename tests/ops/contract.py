@@ -97,7 +97,9 @@ class OpContract:
                 if "dtype" in given and given["dtype"] != taken[place % len(taken)]:
                     continue
                 transformed = metafunc.function.__name__ in ("test_vmap", "test_remat")
-                marks = [pytest.mark.slow] if transformed or place > 1 else []
+                # The GPU's interpreter is the slowest: of its cases the second, which has more in it, is enough.
+                by_default = (1,) if given["implementation"] == "pallas_gpu" else (0, 1)
+                marks = [pytest.mark.slow] if transformed or place not in by_default else []
             chosen.append(pytest.param(*values, marks=marks))
         metafunc.parametrize(asked, chosen)
 

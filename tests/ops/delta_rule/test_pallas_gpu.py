@@ -12,7 +12,7 @@ from tilewright.core.numerics import judge
 from tilewright.ops.delta_rule.config import PallasGpuConfig
 
 
-def draw(t=150, h=1, hv=2, depth=64, width=80, seed=0):
+def draw(t=150, h=1, hv=1, depth=64, width=80, seed=0):
     keys = jax.random.split(jax.random.key(seed), 6)
     k = jax.random.normal(keys[1], (1, t, h, depth))
     return {

@@ -85,10 +85,10 @@ class Decay:
 jax.tree_util.register_dataclass(Decay)
 
 
-def coarse_and_fine(g: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def coarse_and_fine(g: jax.Array, sums: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Cumulative sums of the two parts of g. Sums of the coarse part are exact; those of the fine part are below C / 32."""
     coarse = jnp.round(g * _COARSE) / _COARSE
-    return jnp.cumsum(coarse, axis=axis), jnp.cumsum(g - coarse, axis=axis)
+    return sums(coarse), sums(g - coarse)
 
 
 def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:

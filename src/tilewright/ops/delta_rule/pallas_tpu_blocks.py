@@ -9,6 +9,7 @@ the gate's two parts, and the run, to scale rows with. `rows` [B, groups, num_t,
 chunk: the sums and the run again, to take differences with. A group is the heads of one block.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -224,7 +225,7 @@ def prepare(operands: Operands, layout: Layout) -> dict[str, jax.Array]:
         if layout.gate == "channel":
             arrays["g"] = side_by_side(g, layout, layout.depth)
         else:
-            parts = coarse_and_fine(g.reshape(b, -1, layout.chunk, layout.hv), axis=2)
+            parts = coarse_and_fine(g.reshape(b, -1, layout.chunk, layout.hv), functools.partial(jnp.cumsum, axis=2))
             for part in parts:
                 column, row = _per_head(part.reshape(b, t, layout.hv), layout)
                 columns.append(column)

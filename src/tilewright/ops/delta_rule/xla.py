@@ -110,7 +110,7 @@ def _one_head(
         if g is not None:
             g = jnp.maximum(g, LOWEST_GATE)
         if g is not None and g.ndim == 1:
-            coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), axis=0)
+            coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), functools.partial(jnp.cumsum, axis=0))
             gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
             g = g[None, :]
         return Chunk(q, k, v, beta[:, None], g, gates, runs, None)

@@ -62,6 +62,14 @@ def seconds(value: float) -> str:
     raise AssertionError
 
 
+def duration(value: float) -> str:
+    """Hours and minutes, for what lasts that long."""
+    minutes = int(value // 60)
+    return (
+        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else f"{value:.0f} s"
+    )
+
+
 def memory(value: float | None) -> str:
     if value is None:
         return "-"

@@ -17,6 +17,7 @@ from tilewright.runners import journal
 from tilewright.runners.accelerator import Accelerator
 from tilewright.runners.base import CannotDo, Job, LostConnection, Rental, Runner, RunnerError, Status, open_runner
 from tilewright.runners.finish import finish
+from tilewright.runners.upload import shipped_files
 
 On = Annotated[str, typer.Option(help="local, sky:CLUSTER or ray:ADDRESS.")]
 AcceleratorOption = Annotated[
@@ -131,6 +132,7 @@ def ensure_cluster(runner: Runner, accelerator: str | None, workdir: Path, *, ye
 
 def rent(runner: Runner, rental: Rental, workdir: Path, *, yes: bool, only_plan: bool = False) -> None:
     """Show what would be rented and its price, ask, and rent it."""
+    shipped_files(workdir)  # What cannot be shipped is told before anything is rented.
     plan = runner.plan(rental)
     out = console(stderr=True)
     for line in plan.lines:
@@ -170,9 +172,13 @@ def watch(runner: Runner, job: Job, *, stderr: bool = False) -> Status:
     """Follow the log to its end, then bring the files; the job's status. Ctrl-C leaves the job running, and says so."""
     stream = sys.stderr if stderr else sys.stdout
     try:
+        last = "\n"
         for text in runner.follow(job):
             stream.write(text)
             stream.flush()
+            last = text[-1]
+        if last != "\n":
+            stream.write("\n")
         return bring(runner, job)
     except KeyboardInterrupt:
         _say(f"\njob {job.id} runs on; `tilewright remote logs {job.id} --follow` comes back to it, and ")

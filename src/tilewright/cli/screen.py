@@ -28,7 +28,8 @@ def arguments(
 def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal; in a pipe or a log, wide enough for the tables."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_IN_A_PIPE)
+    # sky:one is a cluster, not a digit.
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_IN_A_PIPE, emoji=False)
 
 
 def progress_bar() -> Progress:

@@ -202,9 +202,7 @@ class Runner(Protocol):
                 for text in self.logs(job, follow=True, skip=seen):
                     seen, failures = seen + len(text), 0
                     yield text
-                if self.status(job).state.over:
-                    # What came between the end of the stream and the end of the job.
-                    yield from self.logs(job, follow=False, skip=seen)
+                if self.ended(job):
                     return
                 lost: LostConnection | None = None
             except LostConnection as error:
@@ -213,6 +211,10 @@ class Runner(Protocol):
             if failures > _RECONNECTS:
                 raise lost or LostConnection(f"{self.target} ends the log of {job.id} again and again while it runs")
             time.sleep(min(pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S) if lost else _POLL_S)
+
+    def ended(self, job: Job) -> bool:
+        """Whether a log that has ended is all there will be, rather than a connection that was closed."""
+        return self.status(job).state.over
 
     def exec(self, job: Job) -> Iterator[str]:
         """Submit and follow: the log of the command, until it is over."""

@@ -19,17 +19,15 @@ from typing import Any
 from tilewright.runners.accelerator import Accelerator
 from tilewright.runners.base import (
     CannotDo,
-    Collected,
     Job,
     LostConnection,
     Plan,
     Rental,
-    Runner,
     RunnerError,
     State,
     Status,
 )
-from tilewright.runners.payload import LogReader
+from tilewright.runners.carried import LogCarried
 from tilewright.runners.upload import script_path, staged
 
 _STATES = {
@@ -45,10 +43,11 @@ _TOKEN_REMEDY = (
 )
 
 
-class RayRunner(Runner):
+class RayRunner(LogCarried):
     """Commands as Ray Jobs. `address`: HOST:PORT of the head's dashboard, or its http(s) address."""
 
     def __init__(self, address: str):
+        super().__init__()
         self.target = f"ray:{address}"
         url = urllib.parse.urlsplit(address if "://" in address else f"http://{address}")
         try:
@@ -166,14 +165,6 @@ class RayRunner(Runner):
         found = sorted(found, key=lambda info: info.start_time or 0, reverse=True)
         return [(info.submission_id or info.job_id, _status(info)) for info in found]
 
-    def logs(self, job: Job, *, follow: bool, skip: int = 0) -> Iterator[str]:
-        reader = LogReader(job)
-        for raw in self._raw_log(job, follow=follow):
-            text = reader.feed(raw)
-            if skip < len(text):
-                yield text[skip:]
-            skip = max(0, skip - len(text))
-
     def _raw_log(self, job: Job, *, follow: bool) -> Iterator[str]:
         client = self._client
         with self._one_line(job):
@@ -192,11 +183,6 @@ class RayRunner(Runner):
             finally:
                 loop.run_until_complete(lines.aclose())
                 loop.close()
-
-    def collect(self, job: Job) -> Collected:
-        reader = LogReader(job)
-        log = "".join(reader.feed(raw) for raw in self._raw_log(job, follow=False))
-        return Collected(log=log, files=reader.files, exit_code=reader.exit_code, notes=tuple(reader.notes))
 
     def cancel(self, job: Job) -> bool:
         client = self._client

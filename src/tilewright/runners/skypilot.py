@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,17 +20,15 @@ from typing import Any
 from tilewright.runners.accelerator import Accelerator
 from tilewright.runners.base import (
     Cluster,
-    Collected,
     Job,
     LostConnection,
     Plan,
     Rental,
-    Runner,
     RunnerError,
     State,
     Status,
 )
-from tilewright.runners.payload import LogReader
+from tilewright.runners.carried import LogCarried
 from tilewright.runners.upload import script_path, staged
 
 SETUP = "command -v uv >/dev/null || python3 -m pip install --quiet --user uv"
@@ -47,10 +46,11 @@ _STATES = {
 }
 
 
-class SkyRunner(Runner):
+class SkyRunner(LogCarried):
     """Commands on the SkyPilot cluster called `name`."""
 
     rents = True
+    prefix = _PREFIX
 
     def __init__(self, name: str):
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,60}[a-z0-9])?", name):
@@ -58,7 +58,9 @@ class SkyRunner(Runner):
                 f"--on sky:{name} must name a cluster in lower-case letters, digits and dashes, a letter first; use "
                 "sky:my-experiment"
             )
+        super().__init__()
         self.name = name
+        self._numbers: dict[str, int] = {}
         self.target = f"sky:{name}"
 
     def is_up(self) -> bool:
@@ -106,21 +108,19 @@ class SkyRunner(Runner):
         if record is not None:
             return self._found(record, rental)
         sky = _sky()
+        said: list[str] = []
         with one_line(self.target):
             dag = sky.Dag()
             dag.add(task)
-            best = _answer(sky.optimize(dag)).tasks[0].best_resources
-            price = best.get_cost(3600)
-        name = _accelerators(best)
-        ends = "NEVER BY ITSELF" if rental.idle_minutes is None else f"after {rental.idle_minutes} idle minutes"
-        where = " / ".join(str(part) for part in (best.cloud, best.region, best.zone) if part)
+            sky.stream_and_get(sky.optimize(dag), output_stream=_Lines(said.append))
+        table = "".join(said)
+        ends = "NEVER by itself" if rental.idle_minutes is None else f"after {rental.idle_minutes} idle minutes"
+        price = chosen_price(table)
+        dollars = "not known" if price is None else f"${price:.2f} an hour"
         return Plan(
             target=self.target,
-            accelerator=name,
-            lines=(
-                f"{self.target}: {name}{', spot' if best.use_spot else ''}, {best.instance_type or ''} on {where}",
-                f"price: ${price:.2f} an hour; torn down {ends}",
-            ),
+            accelerator=rental.accelerator or "as the template says",
+            lines=(*table.strip("\n").splitlines(), f"{self.target}: {dollars}; torn down {ends}"),
             dollars_per_hour=price,
         )
 
@@ -171,7 +171,7 @@ class SkyRunner(Runner):
                 task.set_resources(sky.Resources(accelerators=held))
             request = sky.exec(task, cluster_name=self.name)
             with _cancelled_with(request):
-                _answer(request)
+                self._numbers[job.id], _ = _answer(request)
 
     def _queue(self) -> list[Any]:
         sky = _sky()
@@ -180,7 +180,9 @@ class SkyRunner(Runner):
 
     def _number(self, job: Job) -> int | None:
         """SkyPilot's number of the job. Ours is its name."""
-        return next((record.job_id for record in self._queue() if record.job_name == job.id), None)
+        if job.id not in self._numbers:
+            self._numbers |= {record.job_name: record.job_id for record in self._queue()}
+        return self._numbers.get(job.id)
 
     def status(self, job: Job) -> Status:
         try:
@@ -197,14 +199,6 @@ class SkyRunner(Runner):
     def jobs(self) -> list[tuple[str, Status]]:
         return [(record.job_name, _status(record)) for record in self._queue()]
 
-    def logs(self, job: Job, *, follow: bool, skip: int = 0) -> Iterator[str]:
-        reader = LogReader(job, _PREFIX)
-        for raw in self._raw_log(job, follow=follow):
-            text = reader.feed(raw)
-            if skip < len(text):
-                yield text[skip:]
-            skip = max(0, skip - len(text))
-
     def _raw_log(self, job: Job, *, follow: bool) -> Iterator[str]:
         sky = _sky()
         number = self._number(job)
@@ -215,11 +209,6 @@ class SkyRunner(Runner):
             for text in sky.tail_logs(self.name, number, follow, preload_content=False):
                 if text is not None:
                     yield text
-
-    def collect(self, job: Job) -> Collected:
-        reader = LogReader(job, _PREFIX)
-        log = "".join(reader.feed(raw) for raw in self._raw_log(job, follow=False))
-        return Collected(log=log, files=reader.files, exit_code=reader.exit_code, notes=tuple(reader.notes))
 
     def cancel(self, job: Job) -> bool:
         sky = _sky()
@@ -235,6 +224,14 @@ class SkyRunner(Runner):
         sky = _sky()
         with one_line(self.target):
             _answer(sky.down(self.name))
+
+
+def chosen_price(table: str) -> float | None:
+    """Dollars an hour, from the row that SkyPilot's optimizer chose: over its API the table is all it answers."""
+    for line in table.splitlines():
+        if chosen := re.search(r"([\d.]+)\s+✔", line):
+            return float(chosen[1])
+    return None
 
 
 class ClusterGone(RunnerError):
@@ -300,6 +297,8 @@ def _sky() -> Any:
     except ImportError as error:
         raise RunnerError("--on sky:CLUSTER needs SkyPilot, which is not installed: uv sync --extra sky") from error
     logging.getLogger("sky").setLevel(logging.ERROR)
+    # SkyPilot keeps its caller's command line in its database: with it would go the values of --env.
+    sys.argv[1:] = []
     return sky
 
 
@@ -349,6 +348,8 @@ def one_line(target: str) -> Iterator[None]:
         raise RunnerError(
             f"{target}: SkyPilot's server refuses the token: it is missing or expired; `sky api login`"
         ) from None
+    except exceptions.CloudError as error:
+        raise RunnerError(f"{target}: a cloud or its price list cannot be reached: {_plain(error)}") from None
     except exceptions.ResourcesUnavailableError as error:
         raise RunnerError(f"{target} cannot be had: {_plain(error)}") from None
     except (exceptions.ApiServerConnectionError, requests.exceptions.RequestException) as error:

@@ -101,8 +101,9 @@ def _git(workdir: Path, *arguments: str) -> str:
     except FileNotFoundError as error:
         raise ValueError("git is not installed, and only git knows which files to keep from the upload") from error
     if done.returncode:
+        why = done.stderr.strip().splitlines()[0] if done.stderr.strip() else f"exit code {done.returncode}"
         raise ValueError(
-            f"--workdir {workdir} is no git checkout, and only git knows which files to keep from the upload; "
-            "run `git init` there, with a .gitignore for what must stay"
+            f"--workdir {workdir}: git cannot say which files to keep from the upload ({why}); where there is no checkout, "
+            "run `git init` first, with a .gitignore for what must stay"
         )
     return done.stdout

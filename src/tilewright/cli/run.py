@@ -132,8 +132,8 @@ def ensure_cluster(runner: Runner, accelerator: str | None, workdir: Path, *, ye
 
 def rent(runner: Runner, rental: Rental, workdir: Path, *, yes: bool, only_plan: bool = False) -> None:
     """Show what would be rented and its price, ask, and rent it."""
-    shipped_files(workdir)  # What cannot be shipped is told before anything is rented.
     plan = runner.plan(rental)
+    shipped_files(workdir)  # What cannot be shipped is told before anything is rented.
     out = console(stderr=True)
     for line in plan.lines:
         out.print(escape(line), highlight=False, soft_wrap=True)

@@ -60,7 +60,7 @@ def runs_elsewhere(
         signature = inspect.signature(verb)
 
         @functools.wraps(verb)
-        def either(ctx: typer.Context, **given: Any) -> None:
+        def either(ctx: Any, **given: Any) -> None:
             own = {name: given.pop(name) for name in _ADDED}
             if own["on"] is None:
                 for name in ("accelerator", "env", "yes"):
@@ -91,7 +91,7 @@ def runs_elsewhere(
     return decorate
 
 
-def command_line(ctx: typer.Context, leave_out: set[str]) -> list[str]:
+def command_line(ctx: Any, leave_out: set[str]) -> list[str]:
     """The words that were given to a verb, without some options: arguments first, then options."""
     positional: list[str] = []
     options: list[str] = []

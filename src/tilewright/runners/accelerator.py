@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-# The last number of a v2 to v5p name counts TensorCores, two a chip; of the others, chips. (chips a core, chips a host)
+# A name's last number counts TensorCores on v2 to v4 and v5p, and chips on the others: (how many a chip, chips a host).
 _TPUS: dict[str, tuple[int, int]] = {
     "v2": (2, 4),
     "v3": (2, 4),
@@ -17,7 +17,7 @@ _TPUS: dict[str, tuple[int, int]] = {
 # A slice beyond one host of these is built from hosts of four.
 _PARTS_OF_FOUR = ("v5litepod", "v6e")
 _ALIASES = {"v5e": "v5litepod"}
-_GPUS = "H100 H200 B200 B300 GB200 GB300 A100 A100-80GB L4 L40S A10G V100 T4 RTX4090 RTXPRO6000 MI300X".split()
+_GPUS = "H100 H200 B200 B300 GH200 GB200 GB300 A100 A100-80GB L4 L40 L40S A10 A10G A40 V100 T4 RTXPRO6000".split()
 
 
 @dataclass(frozen=True)
@@ -76,4 +76,5 @@ def _remedy(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), [each.lower() for each in names], n=1, cutoff=0.6)
     if close:
         return f"did you mean {next(each for each in names if each.lower() == close[0])}?"
-    return f"use a TPU (tpu-{', tpu-'.join(f'{kind}-N' for kind in _TPUS)}) or a GPU ({', '.join(_GPUS)}, with :COUNT)"
+    tpus = ", ".join(f"tpu-{kind}-N" for kind in _TPUS)
+    return f"use a TPU ({tpus}) or a GPU ({', '.join(_GPUS)}, with :COUNT), or name it in a --template"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 TARGETS = "local, sky:CLUSTER or ray:ADDRESS"
 _POLL_S = 0.5
@@ -134,6 +134,7 @@ class Cluster:
         return None if self.dollars_per_hour is None else self.dollars_per_hour * (now - self.launched) / 3600
 
 
+@runtime_checkable
 class Runner(Protocol):
     """One place that commands run at. Methods raise `RunnerError`, in one line, where the place refuses."""
 

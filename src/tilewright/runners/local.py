@@ -101,21 +101,21 @@ class LocalRunner(Runner):
                 time.sleep(_POLL_S)
 
     def cancel(self, job: Job) -> bool:
-        while (state := self.status(job).state) is State.PENDING:
+        asked = None
+        while not (status := self.status(job)).state.over:
+            if supervisor := self._alive(job, "supervisor.json"):
+                if asked != supervisor:
+                    asked = supervisor
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(supervisor, signal.SIGTERM)
+            elif process := self._alive(job, "process.json"):
+                # Nobody supervises it any more: end it and what is below it from here.
+                supervise.stop_all(process)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGKILL)
+                journal.keep_status(job.id, Status(State.CANCELLED, note="its supervisor had been killed"))
             time.sleep(_POLL_S)
-        if state.over:
-            return False
-        if supervisor := self._alive(job, "supervisor.json"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(supervisor, signal.SIGTERM)
-            self.wait(job, timeout_s=supervise.GRACE_S + 10)
-        elif process := self._alive(job, "process.json"):
-            # Nobody supervises it any more: end it and what is below it from here.
-            supervise.stop_all(process)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)
-            journal.keep_status(job.id, Status(State.CANCELLED, note="its supervisor had been killed"))
-        return True
+        return status.state is State.CANCELLED and (asked is not None or bool(status.note))
 
     def down(self) -> None:
         raise CannotDo("--on local has no machine to give back; `tilewright remote cancel JOB` stops a job")

@@ -81,6 +81,12 @@ def test_on_a_slice_of_several_hosts_the_first_one_speaks(tmp_path: Path) -> Non
     assert second.returncode == 1
 
 
+def test_a_line_of_the_runners_own_is_left_out_wherever_it_comes() -> None:
+    job = a_job("x")
+    reader = LogReader(job, banner="Running x")
+    assert reader.feed("@tilewright:a-job-1:begin\nRunning x\nout\nRunning x twice\n") == "out\nRunning x twice\n"
+
+
 LINES = st.lists(st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=12), max_size=12)
 
 

@@ -16,11 +16,15 @@ class LogCarried(Runner):
     def __init__(self) -> None:
         self._whole: dict[str, Collected] = {}
 
+    def banner(self, job: Job) -> str | None:
+        """A line that the runner writes into the log, at no sure place."""
+        return None
+
     def _raw_log(self, job: Job, *, follow: bool) -> Iterator[str]:
         raise NotImplementedError
 
     def logs(self, job: Job, *, follow: bool, skip: int = 0) -> Iterator[str]:
-        reader = LogReader(job, self.prefix)
+        reader = LogReader(job, self.prefix, self.banner(job))
         pieces = []
         for raw in self._raw_log(job, follow=follow):
             text = reader.feed(raw)

@@ -64,12 +64,13 @@ def environment_file(env: Mapping[str, str]) -> str:
 class LogReader:
     """Takes the raw log of a remote job in pieces, and gives the command's own output.
 
-    `prefix`: what the runner puts before each line, to be taken off.
+    `prefix`: what the runner puts before each line, to be taken off. `banner`: a line of the runner's own.
     """
 
-    def __init__(self, job: Job, prefix: re.Pattern[str] | None = None):
+    def __init__(self, job: Job, prefix: re.Pattern[str] | None = None, banner: str | None = None):
         self._mark = _MARK.format(id=job.id)
         self._prefix = prefix
+        self._banner = banner
         self._line = ""
         self._began = False
         self._packing: list[str] | None = None
@@ -85,6 +86,8 @@ class LogReader:
     def _take(self, line: str) -> str:
         if self._prefix is not None:
             line = self._prefix.sub("", line, count=1)
+        if line == self._banner:
+            return ""
         before, mark, after = line.partition(self._mark)
         if not mark:
             if self._packing is not None:

@@ -83,8 +83,12 @@ class RayRunner(LogCarried):
                     f"--on {self.target} needs Ray, which is not installed: uv sync --extra ray"
                 ) from error
             # They tell of every upload and every closed socket; at debug level, of whole requests.
-            for name in ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
-                logging.getLogger(name).setLevel(logging.WARNING)
+            for name in (
+                "dashboard.modules.dashboard_sdk",
+                "dashboard.modules.job.sdk",
+                "_private.runtime_env.packaging",
+            ):
+                logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)
             headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
             with self._one_line():
                 self._connected = ray_jobs.JobSubmissionClient(self.url, headers=headers)
@@ -146,7 +150,7 @@ class RayRunner(LogCarried):
         with staged(job.workdir, job) as stage, self._one_line(job):
             # Its own id for the job: should this process be killed now, the journal still finds it.
             client.submit_job(
-                entrypoint=f"bash {script_path(job)}",
+                entrypoint=_entrypoint(job),
                 submission_id=job.id,
                 runtime_env={"working_dir": str(stage)},
                 metadata={"tilewright": "1"},
@@ -164,6 +168,10 @@ class RayRunner(LogCarried):
             found = client.list_jobs()
         found = sorted(found, key=lambda info: info.start_time or 0, reverse=True)
         return [(info.submission_id or info.job_id, _status(info)) for info in found]
+
+    def banner(self, job: Job) -> str | None:
+        # Ray's supervisor writes it while the job is writing already.
+        return f"Running entrypoint for job {job.id}: {_entrypoint(job)}"
 
     def _raw_log(self, job: Job, *, follow: bool) -> Iterator[str]:
         client = self._client
@@ -191,6 +199,10 @@ class RayRunner(LogCarried):
                 return False
         self.wait(job, timeout_s=60)
         return True
+
+
+def _entrypoint(job: Job) -> str:
+    return f"bash {script_path(job)}"
 
 
 def _status(info: Any) -> Status:

@@ -7,6 +7,7 @@ this process. No account is needed, since nothing is asked of a cloud.
 import contextlib
 import io
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -20,27 +21,28 @@ from tilewright.runners.skypilot import SkyRunner
 
 ask = json.loads(sys.argv[1])
 if ask["clouds"]:
+    global_user_state.set_allowed_clouds(ask["clouds"], "default")
     global_user_state.set_enabled_clouds(ask["clouds"], CloudCapability.COMPUTE, "default")
 
 
 def stream_and_get(dag: sky.Dag, output_stream: io.TextIOBase) -> None:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        try:
-            sky.core.optimize(dag)
-        finally:
-            output_stream.write(said.getvalue())
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("sky").addHandler(handler)
+    logging.getLogger("sky").setLevel(logging.INFO)
+    with contextlib.redirect_stdout(io.StringIO()):
+        sky.core.optimize(dag)
+    logging.getLogger("sky").removeHandler(handler)
+    output_stream.write(said.getvalue())
 
 
 sky.status = lambda names, refresh: []
 sky.get = lambda answer: answer
 sky.optimize = lambda dag: dag
 sky.stream_and_get = stream_and_get
-from sky import sky_logging  # noqa: E402, after its import
-
 for name in ask["rentals"]:
     rental = {**name, "template": Path(name["template"]) if name.get("template") else None}
     try:
-        sky_logging.reload_logger()
         plan = SkyRunner("test").plan(Rental(**rental))
         print(json.dumps({"price": plan.dollars_per_hour, "lines": plan.lines}))
     except (RunnerError, ValueError) as error:

@@ -1,6 +1,8 @@
 """`tilewright run`, `tilewright remote` and `--on`, as a person types them; what they say, and how they end."""
 
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from tilewright.cli.main import app
 from tilewright.cli.screen import Mistake
 from tilewright.core.records import read_records
 from tilewright.runners import journal
+from tilewright.runners.base import State
+from tilewright.runners.local import LocalRunner
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +124,41 @@ def test_two_jobs_that_begin_alike_are_told_apart() -> None:
     with pytest.raises(Mistake, match=r"job true is not one job; use one of true-.*, true-"):
         CliRunner().invoke(app, ["remote", "logs", "true"], catch_exceptions=False)
     assert {job.id for job in journal.every()} == set(ids)
+
+
+def test_ctrl_c_stops_watching_and_not_the_job(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tilewright.cli.main", "run", "--", "bash", "-c", "echo begun; sleep 100"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    (job,) = journal.every()
+    assert f"job {job.id} runs on; `tilewright remote logs {job.id} --follow` comes back to it" in told
+    assert LocalRunner().status(job).state is State.RUNNING
+    assert LocalRunner().cancel(job)
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "message"),
+    [
+        ("sky", "sky:a", "--on sky:CLUSTER needs SkyPilot, which is not installed: uv sync --extra sky"),
+        (
+            "ray.job_submission",
+            "ray:127.0.0.1:8265",
+            "--on ray:127.0.0.1:8265 needs Ray, which is not installed: uv sync",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_told(
+    module: str, target: str, message: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys, "argv", ["tilewright"])
+    with pytest.raises(Mistake, match=message):
+        CliRunner().invoke(app, ["run", "--on", target, "--", "true"], catch_exceptions=False)
+    assert not state.exists() or not list(state.iterdir())  # What never reached the other side leaves no entry.
 
 
 def test_no_error_shows_a_value() -> None:

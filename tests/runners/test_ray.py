@@ -1,10 +1,11 @@
 """Ray Jobs on a real head with token authentication. One head serves all the tests."""
 
 import contextlib
-import os
 import re
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,11 +140,37 @@ submit = client.submit_job
 client.submit_job = lambda **words: (submit(**words), os.kill(os.getpid(), signal.SIGKILL))
 runner.submit(journal.find({job.id!r}))
 """
-    done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True)  # type: ignore[attr-defined]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
     runner = open_runner(head.target)
     assert runner.wait(job, timeout_s=60).exit_code == 6
     assert "".join(runner.logs(job, follow=False)) == "found\n"
+
+
+def test_ctrl_c_stops_watching_and_not_the_job(head: Head, checkout: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "tilewright.cli.main",
+        "run",
+        "--on",
+        head.target,
+        "--",
+        "bash",
+        "-c",
+        "echo a; sleep 100",
+    ]
+    with subprocess.Popen(words, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "a\n"
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
+    (job,) = journal.every()
+    runner = open_runner(head.target)
+    assert runner.status(job).state is State.RUNNING
+    assert runner.cancel(job)
 
 
 def test_accelerators_are_reserved(head: Head, checkout: Path) -> None:

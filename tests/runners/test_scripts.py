@@ -52,9 +52,7 @@ def test_sync_goes_to_the_newest_unless_told(root: Path) -> None:
 def test_what_is_missing_is_told(root: Path) -> None:
     done = ran(root, f"{root}/scripts/launch_gpu.sh", "H100:1")
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        "usage: scripts/launch_gpu.sh ACCELERATOR EXPERIMENT [OPTIONS], such as scripts/"
-    )
+    assert done.stderr.startswith("usage: scripts/launch_gpu.sh ACCELERATOR EXPERIMENT [OPTIONS], such as scripts/")
     done = ran(root, f"{root}/scripts/sync_code.sh")
     assert done.returncode == 2
     assert done.stderr == "there is no .cluster_name_tpu or .cluster_name_gpu; scripts/launch_tpu.sh makes one\n"

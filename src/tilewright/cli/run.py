@@ -51,8 +51,7 @@ def run(
     `tilewright remote logs|wait|cancel JOB` work from any terminal of this machine.
     """
     with arguments(mistakes=(ValueError, RunnerError)):
-        job, runner = prepare(on, tuple(command), accelerator, env, fetch, name, workdir)
-        ensure_cluster(runner, accelerator, workdir, yes=yes)
+        job, runner = prepare(on, tuple(command), accelerator, env, fetch, name, workdir, rents=True, yes=yes)
         submit(runner, job)
     if no_wait:
         console().print(job.id, highlight=False)
@@ -69,8 +68,11 @@ def prepare(
     fetch: list[str] | None,
     name: str | None,
     workdir: Path,
+    *,
+    rents: bool = False,
+    yes: bool = False,
 ) -> tuple[Job, Runner]:
-    """Check every word, then enter the job in the journal."""
+    """Check every word, rent the machine if that is asked for and it is not there, then enter the job in the journal."""
     variables = read_environment(env or [])
     for path in fetch or []:
         if Path(path).is_absolute() or ".." in Path(path).parts:
@@ -88,6 +90,8 @@ def prepare(
         raise CannotDo(
             f"--on local takes what this machine has: leave --accelerator {accelerator} out, or use sky:CLUSTER"
         )
+    if rents:
+        ensure_cluster(runner, accelerator, workdir, yes=yes)
     job = journal.new_job(
         runner.target,
         command,

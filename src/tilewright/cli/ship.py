@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewright.cli.run import AcceleratorOption, Environment, Yes, ensure_cluster, fetched_into, prepare, submit, watch
+from tilewright.cli.run import AcceleratorOption, Environment, Yes, fetched_into, prepare, submit, watch
 from tilewright.cli.screen import Mistake, arguments
 from tilewright.core.records import Record, append_records, read_records
 from tilewright.runners.accelerator import Accelerator
@@ -128,8 +128,7 @@ def ship(
     with arguments(mistakes=(ValueError, RunnerError)):
         command = _command(on, accelerator, [verb, *words])
         fetch = [str(made)] if with_records else []
-        job, runner = prepare(on, command, accelerator, env, fetch, verb, Path("."))
-        ensure_cluster(runner, accelerator, Path("."), yes=yes)
+        job, runner = prepare(on, command, accelerator, env, fetch, verb, Path("."), rents=True, yes=yes)
         submit(runner, job)
     # What a job says goes to stderr where a table of ours follows: then stdout has what it would have had here.
     code = watch(runner, job, stderr=with_records).code

@@ -27,6 +27,8 @@ class LogCarried(Runner):
         reader = LogReader(job, self.prefix, self.banner(job))
         pieces = []
         for raw in self._raw_log(job, follow=follow):
+            if reader.exit_code is not None:
+                break  # The rest is the runner's, which may take its time to notice.
             text = reader.feed(raw)
             pieces.append(text)
             if skip < len(text):

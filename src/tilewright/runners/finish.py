@@ -33,8 +33,10 @@ def finish(runner: Runner, job: Job, into: Path) -> Finished:
         return Finished(kept, _unpack(packed.read_bytes(), into) if packed.exists() else ())
     status = runner.status(job)
     collected = runner.collect(job)
+    if collected.exit_code == 0 and not status.state.over:
+        status = runner.wait(job)  # A host other than the first may still fail.
     if collected.exit_code is not None and status.state is not State.CANCELLED:
-        # The command's own code. A host other than the first may have failed where the first did not.
+        # The command's own code, rather than what the runner makes of it.
         code = collected.exit_code or (1 if status.state is State.FAILED else 0)
         status = Status(State.FAILED if code else State.SUCCEEDED, code)
     directory = journal.directory(job.id)

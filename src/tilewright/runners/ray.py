@@ -189,7 +189,8 @@ class RayRunner(LogCarried):
                     except StopAsyncIteration:
                         return
             finally:
-                loop.run_until_complete(lines.aclose())
+                with contextlib.suppress(RuntimeError):  # It is in the middle of a step after Ctrl-C.
+                    loop.run_until_complete(lines.aclose())
                 loop.close()
 
     def cancel(self, job: Job) -> bool:

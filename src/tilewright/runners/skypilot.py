@@ -67,12 +67,15 @@ class SkyRunner(LogCarried):
         record = self._record()
         return record is not None and record.status.value == "UP"
 
-    def _record(self) -> Any:
-        """SkyPilot's record of the cluster as its cloud knows it, or None."""
+    def _record(self, *, refresh: bool = True) -> Any:
+        """SkyPilot's record of the cluster, or None.
+
+        With `refresh` the cloud is asked: a cluster that tore itself down, or was taken back, is still in SkyPilot's table.
+        """
         sky = _sky()
+        mode = sky.StatusRefreshMode.AUTO if refresh else sky.StatusRefreshMode.NONE
         with one_line(self.target):
-            # Asked of the cloud: one that tore itself down, or was taken back, is still in SkyPilot's own table.
-            found = _answer(sky.status([self.name], refresh=sky.StatusRefreshMode.AUTO))
+            found = _answer(sky.status([self.name], refresh=mode))
         return found[0] if found else None
 
     def _task(self, rental: Rental) -> Any:
@@ -160,7 +163,7 @@ class SkyRunner(LogCarried):
 
     def submit(self, job: Job) -> None:
         sky = _sky()
-        record = self._record()
+        record = self._record(refresh=False)
         if record is None:
             raise _missing(self.target)
         with staged(job.workdir, job) as stage, one_line(self.target):

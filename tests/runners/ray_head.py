@@ -18,6 +18,7 @@ import pytest
 
 PORT = 8265
 TOKEN = "0123456789abcdef0123456789abcdef0123456789abcdef"
+NAMESPACES = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
 _START_S = 180
 
 
@@ -30,6 +31,8 @@ def missing() -> str | None:
     for command in ("unshare", "ip"):
         if shutil.which(command) is None:
             return f"{command} is not installed (Debian: util-linux, iproute2)"
+    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
+        return "this machine's root may not make namespaces"
     return None
 
 
@@ -64,9 +67,8 @@ def running() -> Iterator[Head]:
         f"--object-store-memory=80000000 --temp-dir={directory}/r --disable-usage-stats"
     )
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(directory / "token")}
-    namespaces = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with (directory / "log").open("wb") as log:
-        process = subprocess.Popen([*namespaces, "sh", "-c", start], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen([*NAMESPACES, "sh", "-c", start], env=environment, stdout=log, stderr=log)
     try:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + _START_S

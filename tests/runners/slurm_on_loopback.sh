@@ -7,7 +7,7 @@
 set -euo pipefail
 dir=$(realpath "$1")
 ssh_port=${2:-22622} ctld_port=${3:-22617} slurmd_port=${4:-22618}
-host=$(hostname)
+host=$(uname -n)
 mkdir -p "$dir"/{home/.ssh,home/.slurm,bin,etc/slurm,munge,run,spool/ctld,spool/d,log,dev}
 chmod 755 "$dir" "$dir/munge" "$dir/run" "$dir/log"
 chmod 700 "$dir/home/.ssh"

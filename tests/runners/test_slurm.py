@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from tilewright.cli.main import app
 from tilewright.cli.screen import Mistake
+from tilewright.core.records import checkout_commit, read_records
 from tilewright.runners import journal
 from tilewright.runners.base import Job, RunnerError, State, open_runner
 from tilewright.runners.finish import finish
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.slurm
 INSIDE = os.environ.get("TILEWRIGHT_TEST_SLURM")
 HERE = Path(__file__).resolve()
 ON = "sky:life"
+NAMESPACES = ["unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
 outside = pytest.mark.skipif(INSIDE is not None, reason="this is inside")
 inside = pytest.mark.skipif(INSIDE is None, reason="run inside, by test_the_life_of_a_cluster")
 
@@ -42,6 +44,8 @@ def missing() -> str | None:
     for command in ("slurmctld", "slurmd", "munged", "sshd", "rsync", "unshare", "nsenter", "uv"):
         if shutil.which(command, path=f"{os.environ['PATH']}:/usr/sbin") is None:
             return f"{command} is not installed: bash scripts/setup_slurm.sh"
+    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
+        return "this machine's root may not make namespaces"
     return None
 
 
@@ -53,12 +57,11 @@ def test_the_life_of_a_cluster(tmp_path: Path) -> None:
     directory.mkdir()
     catalogs = directory / "home" / ".sky" / "catalogs" / "v8"
     shutil.copytree(HERE.parent / "catalog", catalogs)
-    namespaces = ["unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
     environment = os.environ | {"PYTHON": sys.executable, "PATH": f"{os.environ['PATH']}:/usr/sbin"}
     with (tmp_path / "daemons.log").open("wb") as log:
         script = str(HERE.with_name("slurm_on_loopback.sh"))
         daemons = subprocess.Popen(
-            [*namespaces, "bash", script, str(directory)], env=environment, stdout=log, stderr=log
+            [*NAMESPACES, "bash", script, str(directory)], env=environment, stdout=log, stderr=log
         )
     try:
         deadline = time.monotonic() + 120
@@ -286,6 +289,24 @@ def test_cancel_during_sync_leaves_nothing_running(project: Path) -> None:
         assert len(open_runner(ON).jobs()) == before
     finally:
         big.unlink()
+
+
+@inside
+def test_bench_runs_itself_there_and_shows_the_same_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From this very checkout, by `uv run` there."""
+    monkeypatch.chdir(HERE.parents[2])
+    records = tmp_path / "bench.jsonl"
+    words = ["--implementation", "xla", "--dtype", "float32", "--seconds", "0.05", "--records", str(records)]
+    try:
+        code, out, err = said("bench", "rms_norm", *words, "--on", ON)
+        assert code == 0, err
+        assert out.lstrip().startswith("rms_norm, forward, on ")
+        assert f"records appended to {records}" in " ".join(out.split())
+        made = list(read_records(records))
+        assert {record.provenance.commit for record in made} == {checkout_commit()}
+    finally:
+        for job in journal.every():
+            shutil.rmtree(HERE.parents[2] / "results" / "jobs" / job.id, ignore_errors=True)
 
 
 @inside

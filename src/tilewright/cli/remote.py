@@ -190,7 +190,7 @@ def cancel(job: JobId) -> None:
 
 
 @app.command()
-def down(target: Target, yes: Yes = False) -> None:
+def down(target: Target) -> None:
     """Give a machine back, with everything on it. What jobs left there and was not fetched is gone."""
     with arguments(mistakes=_MISTAKES):
         runner = open_runner(target)

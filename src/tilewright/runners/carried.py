@@ -27,13 +27,13 @@ class LogCarried(Runner):
         reader = LogReader(job, self.prefix, self.banner(job))
         pieces = []
         for raw in self._raw_log(job, follow=follow):
-            if reader.exit_code is not None:
-                break  # The rest is the runner's, which may take its time to notice.
             text = reader.feed(raw)
             pieces.append(text)
             if skip < len(text):
                 yield text[skip:]
             skip = max(0, skip - len(text))
+            if reader.exit_code is not None:
+                break  # The rest is the runner's, which may take its time to notice.
         if reader.exit_code is not None:
             self._whole[job.id] = Collected(
                 log="".join(pieces), files=reader.files, exit_code=reader.exit_code, notes=tuple(reader.notes)

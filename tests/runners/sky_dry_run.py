@@ -43,7 +43,14 @@ sky.stream_and_get = stream_and_get
 for name in ask["rentals"]:
     rental = {**name, "template": Path(name["template"]) if name.get("template") else None}
     try:
-        plan = SkyRunner("test").plan(Rental(**rental))
-        print(json.dumps({"price": plan.dollars_per_hour, "lines": plan.lines}))
+        runner = SkyRunner("test")
+        (resources,) = runner._task(Rental(**rental)).resources
+        plan = runner.plan(Rental(**rental))
+        arguments, stops = resources.accelerator_args, resources.autostop_config
+        told = {
+            "runtime": (arguments or {}).get("runtime_version"),
+            "stops": [stops.enabled, stops.down, stops.idle_minutes],
+        }
+        print(json.dumps({"price": plan.dollars_per_hour, "lines": plan.lines, **told}))
     except (RunnerError, ValueError) as error:
         print(json.dumps({"error": str(error)}))

@@ -62,6 +62,7 @@ def test_what_can_be_had_is_priced_and_what_cannot_is_one_line(tmp_path: Path) -
         {"accelerator": "tpu-v6e-7"},
         {"accelerator": "H200:1"},
         {"accelerator": None, "template": str(SCRIPTS / "tpu_resource.sky.yaml")},
+        {"accelerator": "tpu-v4-8", "template": str(SCRIPTS / "tpu_resource.sky.yaml"), "idle_minutes": 30},
         {"accelerator": "H100:8", "template": str(SCRIPTS / "gpu_resource.sky.yaml"), "idle_minutes": None},
         {"accelerator": "H100:8", "infra": "nowhere"},
         {"accelerator": "H100:8", "template": str(tmp_path / "missing.yaml")},
@@ -70,11 +71,17 @@ def test_what_can_be_had_is_priced_and_what_cannot_is_one_line(tmp_path: Path) -
     assert [answer.get("price") for answer in answers[: len(PRICES)]] == list(PRICES.values())
     assert answers[5]["lines"][-1] == "sky:test: $16.00 an hour; torn down after 10 idle minutes"
     assert any(re.search(r"GCP \(us-east5-b\).*tpu-v6e-8:1.*16\.00", line) for line in answers[5]["lines"])
-    spot, seven, one_h200, tpus, gpus, nowhere, no_file = answers[len(PRICES) :]
+    spot, seven, one_h200, tpus, v4, gpus, nowhere, no_file = answers[len(PRICES) :]
     assert spot["price"] == 8.0
     assert re.match(r"sky:test cannot be had: Catalog does not contain any instances .*tpu-v6e-7", seven["error"])
     assert re.match(r"sky:test cannot be had: .*H200", one_h200["error"])
     assert tpus["price"] == 2.0
+    assert tpus["stops"] == [True, True, 10]
+    # Another generation than the template's has another runtime.
+    assert (v4["price"], tpus["runtime"], v4["runtime"]) == (8.0, "v2-alpha-tpuv6e", answers[0]["runtime"])
+    assert v4["runtime"] != tpus["runtime"]
+    assert v4["stops"] == [True, True, 30]
+    assert gpus["stops"][0] is False
     assert gpus["lines"][-1] == "sky:test: $80.00 an hour; torn down NEVER by itself"
     assert re.match(r"sky:test: SkyPilot refuses: .*nowhere", nowhere["error"])
     assert re.fullmatch(r"--template \S+missing.yaml is not a file", no_file["error"])

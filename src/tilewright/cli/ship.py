@@ -24,6 +24,7 @@ from tilewright.cli.screen import Mistake, arguments
 from tilewright.core.records import Record, append_records, read_records
 from tilewright.runners.accelerator import Accelerator
 from tilewright.runners.base import Job, Runner, RunnerError
+from tilewright.runners.payload import HAVE_UV
 
 _ON = Annotated[
     str | None, typer.Option(help="Run it there instead: local, sky:CLUSTER, ray:ADDRESS. See `tilewright run --help`.")
@@ -39,7 +40,6 @@ _EXTRA_THERE = (
     "$(if [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ]; then echo --extra tpu; "
     "elif [ -e /dev/nvidia0 ]; then echo --extra gpu; fi) "
 )
-_HAVE_UV = "command -v uv >/dev/null || python3 -m pip install --quiet --user uv"
 
 
 def runs_elsewhere(
@@ -141,7 +141,7 @@ def _command(on: str, accelerator: str | None, words: list[str]) -> tuple[str, .
         return (sys.executable, "-m", "tilewright.cli.main", *words)
     kind = Accelerator.parse(accelerator).extra if accelerator else None
     extra = f"--extra {kind} " if kind else _EXTRA_THERE
-    return ("bash", "-c", f"{_HAVE_UV}; exec uv run {extra}tilewright {shlex.join(words)}")
+    return ("bash", "-c", f"{HAVE_UV}; exec uv run {extra}tilewright {shlex.join(words)}")
 
 
 def _records(runner: Runner, job: Job, made: Path) -> list[Record]:

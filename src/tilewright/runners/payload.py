@@ -14,6 +14,8 @@ from collections.abc import Mapping
 
 from tilewright.runners.base import Job
 
+HAVE_UV = "command -v uv >/dev/null || python3 -m pip install --quiet --user uv"
+"""What a machine needs before its first job; `uv run` does the rest."""
 FETCH_LIMIT_BYTES = 64 * 2**20
 """Of the packed files: a log is no place for more."""
 _MARK = "@tilewright:{id}:"

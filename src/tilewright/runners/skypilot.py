@@ -29,10 +29,8 @@ from tilewright.runners.base import (
     Status,
 )
 from tilewright.runners.carried import LogCarried
+from tilewright.runners.payload import HAVE_UV
 from tilewright.runners.upload import script_path, staged
-
-SETUP = "command -v uv >/dev/null || python3 -m pip install --quiet --user uv"
-"""What a machine needs before the first job, unless a template says otherwise; `uv run` does the rest."""
 
 # "(name, pid=123) " before each line, in colour; on several hosts "(head, rank=0, pid=123) ".
 _PREFIX = re.compile(r"^(?:\x1b\[[0-9;]*m)*\([^()\n]*pid=\d+[^()\n]*\)(?:\x1b\[[0-9;]*m)* ?")
@@ -83,7 +81,7 @@ class SkyRunner(LogCarried):
         if rental.template is not None and not rental.template.is_file():
             raise ValueError(f"--template {rental.template} is not a file")
         with one_line(self.target):
-            task = sky.Task(setup=SETUP) if rental.template is None else sky.Task.from_yaml(str(rental.template))
+            task = sky.Task(setup=HAVE_UV) if rental.template is None else sky.Task.from_yaml(str(rental.template))
             task.name = self.name
             # A template may say what to run; a launch only makes the machine ready.
             task.run = None
@@ -97,7 +95,7 @@ class SkyRunner(LogCarried):
             changes["autostop"] = (
                 False if rental.idle_minutes is None else {"idle_minutes": rental.idle_minutes, "down": True}
             )
-            task.set_resources({each.copy(**changes) for each in task.resources})
+            task.set_resources({_changed(each, changes) for each in task.resources})
         return task
 
     def plan(self, rental: Rental) -> Plan:
@@ -227,6 +225,18 @@ class SkyRunner(LogCarried):
         sky = _sky()
         with one_line(self.target):
             _answer(sky.down(self.name))
+
+
+def _changed(resources: Any, changes: dict[str, Any]) -> Any:
+    """A copy with the changes. The arguments of one TPU generation, such as its runtime's version, are not another's."""
+    named = changes.get("accelerators")
+    if (
+        named is not None
+        and resources.accelerators
+        and Accelerator.parse(named).kind not in str(resources.accelerators)
+    ):
+        changes = {**changes, "accelerator_args": None}
+    return resources.copy(**changes)
 
 
 def chosen_price(table: str) -> float | None:

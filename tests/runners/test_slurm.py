@@ -270,7 +270,7 @@ def test_a_server_that_dies_while_a_log_is_followed_is_no_end(project: Path) -> 
         text += piece
         if not killed and text.count("\n") >= 5:
             killed = True
-            for pid in processes("sky.server.server"):
+            for pid in (*processes("sky.server.server"), *processes("SkyPilot:")):
                 os.kill(pid, signal.SIGKILL)
     assert killed
     assert text == "".join(f"line {n}\n" for n in range(1, 61))

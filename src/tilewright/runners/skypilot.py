@@ -369,6 +369,11 @@ def one_line(target: str) -> Iterator[None]:
         raise LostConnection(
             f"{target}: SkyPilot's server does not answer ({type(error).__name__}); `sky api info`"
         ) from None
+    except RuntimeError as error:
+        if isinstance(error, RunnerError) or "API server" not in str(error):
+            raise
+        # It is being started again, and what is left of the old one is in its way: that passes.
+        raise LostConnection(f"{target}: SkyPilot's server does not start: {_plain(error)}") from None
     except (
         exceptions.NotSupportedError,
         exceptions.ResourcesMismatchError,

@@ -67,6 +67,7 @@ def running() -> Iterator[Head]:
         f"--object-store-memory=80000000 --temp-dir={directory}/r --disable-usage-stats"
     )
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(directory / "token")}
+    environment["RAY_agent_register_timeout_ms"] = str(_START_S * 1000)  # On a busy machine its 30 s are not enough.
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([*NAMESPACES, "sh", "-c", start], env=environment, stdout=log, stderr=log)
     try:

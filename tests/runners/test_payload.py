@@ -82,9 +82,18 @@ def test_on_a_slice_of_several_hosts_the_first_one_speaks(tmp_path: Path) -> Non
 
 
 def test_a_line_of_the_runners_own_is_left_out_wherever_it_comes() -> None:
+    """Also in the middle of one of the command's."""
     job = a_job("x")
-    reader = LogReader(job, banner="Running x")
-    assert reader.feed("@tilewright:a-job-1:begin\nRunning x\nout\nRunning x twice\n") == "out\nRunning x twice\n"
+    for log in (
+        "Running x\nout\nRunning x twice\nend",
+        "out\nRunning x twice\nendRunning x\n",
+        "ouRunning x\nt\nRunning x twice\nend",
+    ):
+        reader = LogReader(job, banner="Running x")
+        assert (
+            reader.feed(f"@tilewright:a-job-1:begin\n{log}@tilewright:a-job-1:exit 0\n") == "out\nRunning x twice\nend"
+        )
+        assert reader.exit_code == 0
 
 
 LINES = st.lists(st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=12), max_size=12)

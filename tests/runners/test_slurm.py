@@ -187,9 +187,9 @@ def test_a_launch_killed_in_the_middle_is_taken_up_and_nothing_is_rented_twice()
         first.send_signal(signal.SIGKILL)
     code, out, err = said(*LAUNCH, "--keep", "--yes")
     assert code == 0, out + err
+    assert len(slurm_jobs()) == 1
     assert "no second one is rented" in err
     assert f"{ON} is up" in out
-    assert len(slurm_jobs()) == 1
     assert open_runner(ON).is_up()
 
 

@@ -74,6 +74,7 @@ class LogReader:
         self._prefix = prefix
         self._banner = banner
         self._line = ""
+        self._carried = ""
         self._began = False
         self._packing: list[str] | None = None
         self.exit_code: int | None = None
@@ -88,7 +89,10 @@ class LogReader:
     def _take(self, line: str) -> str:
         if self._prefix is not None:
             line = self._prefix.sub("", line, count=1)
-        if line == self._banner:
+        line, self._carried = self._carried + line, ""
+        if self._banner is not None and line.endswith(self._banner):
+            # Its end of line is its own: what stood before it goes on in the next.
+            self._carried = line.removesuffix(self._banner)
             return ""
         before, mark, after = line.partition(self._mark)
         if not mark:

@@ -11,6 +11,7 @@ import importlib
 import ipaddress
 import logging
 import os
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ _STATES = {
     "SUCCEEDED": State.SUCCEEDED,
     "FAILED": State.FAILED,
 }
+_AGENT_S = 60.0
 _TOKEN_REMEDY = (
     "write the cluster's token to ~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH (`ray get-auth-token` on the "
     "head prints it)"
@@ -147,15 +149,24 @@ class RayRunner(LogCarried):
     def submit(self, job: Job) -> None:
         client = self._client
         resources = _resources(job.accelerator)
+        deadline = time.monotonic() + _AGENT_S
         with staged(job.workdir, job) as stage, self._one_line(job):
-            # Its own id for the job: should this process be killed now, the journal still finds it.
-            client.submit_job(
-                entrypoint=_entrypoint(job),
-                submission_id=job.id,
-                runtime_env={"working_dir": str(stage)},
-                metadata={"tilewright": "1"},
-                **resources,
-            )
+            while True:
+                try:
+                    # Its own id for the job: should this process be killed now, the journal still finds it.
+                    client.submit_job(
+                        entrypoint=_entrypoint(job),
+                        submission_id=job.id,
+                        runtime_env={"working_dir": str(stage)},
+                        metadata={"tilewright": "1"},
+                        **resources,
+                    )
+                    return
+                except RuntimeError as error:
+                    # A head that has just started answers before it can run jobs.
+                    if "No available agent" not in str(error) or time.monotonic() > deadline:
+                        raise
+                    time.sleep(1)
 
     def status(self, job: Job) -> Status:
         client = self._client
@@ -182,15 +193,25 @@ class RayRunner(LogCarried):
             # Every call begins at the log's start, so a reader that comes back skips what it has.
             loop = asyncio.new_event_loop()
             lines = client.tail_job_logs(job.id)
+
+            async def more() -> str | None:
+                return await anext(lines, None)
+
             try:
                 while True:
+                    step = loop.create_task(more())
                     try:
-                        yield loop.run_until_complete(anext(lines))
-                    except StopAsyncIteration:
+                        text = loop.run_until_complete(step)
+                    except KeyboardInterrupt:
+                        step.cancel()  # So that the connection is closed in order.
+                        with contextlib.suppress(asyncio.CancelledError):
+                            loop.run_until_complete(step)
+                        raise
+                    if text is None:
                         return
+                    yield text
             finally:
-                with contextlib.suppress(RuntimeError):  # It is in the middle of a step after Ctrl-C.
-                    loop.run_until_complete(lines.aclose())
+                loop.run_until_complete(lines.aclose())
                 loop.close()
 
     def cancel(self, job: Job) -> bool:

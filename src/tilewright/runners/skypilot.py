@@ -69,11 +69,13 @@ class SkyRunner(LogCarried):
         """SkyPilot's record of the cluster, or None.
 
         With `refresh` the cloud is asked: a cluster that tore itself down, or was taken back, is still in SkyPilot's table.
+        Not so for one that is on its way: its cloud may not know it yet, and SkyPilot would forget it.
         """
         sky = _sky()
-        mode = sky.StatusRefreshMode.AUTO if refresh else sky.StatusRefreshMode.NONE
         with one_line(self.target):
-            found = _answer(sky.status([self.name], refresh=mode))
+            found = _answer(sky.status([self.name]))
+            if found and refresh and found[0].status.value != "INIT":
+                found = _answer(sky.status([self.name], refresh=sky.StatusRefreshMode.AUTO))
         return found[0] if found else None
 
     def _task(self, rental: Rental) -> Any:

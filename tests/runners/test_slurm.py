@@ -132,7 +132,8 @@ def command(*words: str) -> list[str]:
 
 
 def slurm_jobs() -> list[str]:
-    return subprocess.run(["squeue", "-h", "-o", "%j"], capture_output=True, text=True, check=True).stdout.split()
+    """The numbers of what is rented from Slurm."""
+    return subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True, check=True).stdout.split()
 
 
 def until(what, seconds: float) -> None:
@@ -184,12 +185,15 @@ def test_a_launch_killed_in_the_middle_is_taken_up_and_nothing_is_rented_twice()
     with started(*LAUNCH, "--keep", "--yes") as first:
         until(lambda: slurm_jobs() or first.poll() is not None, 240)
         assert first.poll() is None, first.communicate()[0]
+        rented = slurm_jobs()
         first.send_signal(signal.SIGKILL)
     code, out, err = said(*LAUNCH, "--keep", "--yes")
     assert code == 0, out + err
-    assert len(slurm_jobs()) == 1
-    assert "no second one is rented" in err
+    assert slurm_jobs() == rented  # The same one, by its number; and no other.
+    assert len(rented) == 1
     assert f"{ON} is up" in out
+    code, _, err = said(*LAUNCH, "--keep", "--dry-run")
+    assert "sky:life is up: H100:1; no second one is rented" in err
     assert open_runner(ON).is_up()
 
 

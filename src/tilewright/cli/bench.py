@@ -1,13 +1,14 @@
 """`tilewright bench`: how fast is it, beside the other implementations, and how much memory does it take?"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli.screen import arguments, console, memory, progress_bar, rate, seconds, split_names
+from tilewright.cli.ship import runs_elsewhere
 from tilewright.core.dispatch import Op, Unsupported, find_op
 from tilewright.core.records import Record, append_records
 from tilewright.core.target import default_device
@@ -15,6 +16,40 @@ from tilewright.workbench.bench import Mode, Timing, bench_case
 from tilewright.workbench.check import DTYPES
 
 
+def _settle(
+    op: str,
+    implementation: str | None,
+    case: str | None,
+    dtype: str,
+    *,
+    plot: Path | None,
+    compile_only: bool,
+    **_: Any,
+) -> tuple[Op, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The op, and its cases, dtypes and implementations that were named: a wrong word is an error."""
+    found = find_op(op)
+    if plot is not None and compile_only:
+        raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
+    return (
+        found,
+        _chosen_cases(found, case),
+        split_names(dtype, DTYPES, "dtype"),
+        split_names(implementation, found.implementations, "implementation"),
+    )
+
+
+def _show(done: list[Record], *, records: Path, plot: Path | None, quiet: bool, **_: Any) -> None:
+    if not quiet:
+        console().print(_table(done))
+        console().print(f"{len(done)} records appended to {records}")
+    if plot is not None:
+        from tilewright.workbench.plot import plot_bench
+
+        plot_bench(done, plot)
+        console().print(f"plot: {plot}")
+
+
+@runs_elsewhere(check=_settle, records="records", here_only=("plot",), show=_show)
 def bench(
     op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
     implementation: Annotated[str | None, typer.Option(help="Comma-separated; all that run here unless told.")] = None,
@@ -30,6 +65,7 @@ def bench(
     ] = False,
     records: Annotated[Path, typer.Option(help="The JSONL file to append to.")] = Path("results/bench.jsonl"),
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this PNG.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the records and print no table.")] = False,
 ) -> None:
     """Time an op's implementations side by side on this device.
 
@@ -38,12 +74,7 @@ def bench(
     of the chip's ceiling where that is known. Every sample goes into the records file with chip, versions and commit.
     """
     with arguments():
-        found = find_op(op)
-        cases = _chosen_cases(found, case)
-        dtypes = split_names(dtype, DTYPES, "dtype")
-        names = split_names(implementation, found.implementations, "implementation")
-        if plot is not None and compile_only:
-            raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
+        found, cases, dtypes, names = _settle(op, implementation, case, dtype, plot=plot, compile_only=compile_only)
     mode: Mode = "forward+backward" if grad else "forward"
     entries = [(c, d, name) for c in cases for d in dtypes for name in names]
     done: list[Record] = []
@@ -60,15 +91,9 @@ def bench(
             bar.advance(task)
     if done:
         append_records(records, done)
-        console().print(_table(done, mode))
-        console().print(f"{len(done)} records appended to {records}")
+        _show(done, records=records, plot=plot, quiet=quiet)
     for reason in refused.values():
         console().print(f"[yellow]not timed:[/] {escape(reason)}", soft_wrap=True)
-    if plot is not None and done:
-        from tilewright.workbench.plot import plot_bench
-
-        plot_bench(done, plot)
-        console().print(f"plot: {plot}")
     if not done:
         raise typer.Exit(1)
 
@@ -83,11 +108,11 @@ def _chosen_cases(op: Op, given: str | None) -> tuple[str, ...]:
     return tuple(case.name for case in op.cases if case.small == on_cpu)
 
 
-def _table(done: list[Record], mode: Mode) -> Table:
+def _table(done: list[Record]) -> Table:
     where = done[0].provenance
     versions = where.versions
     table = Table(
-        title=f"{done[0].op}, {mode}, on {where.device_kind} (jax {versions['jax']}, {where.date[:10]})",
+        title=f"{done[0].op}, {done[0].mode}, on {where.device_kind} (jax {versions['jax']}, {where.date[:10]})",
         title_justify="left",
     )
     for column in ("case", "dtype", "implementation"):

@@ -1,17 +1,34 @@
 """`tilewright check`: is an implementation right? Values and every gradient against the oracle."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli.screen import arguments, console, progress_bar, split_names
-from tilewright.core.dispatch import KERNEL_PLATFORM, find_op
+from tilewright.cli.ship import runs_elsewhere
+from tilewright.core.dispatch import KERNEL_PLATFORM, Op, find_op
 from tilewright.core.target import RaceDetected
 from tilewright.workbench.check import DTYPES, CaseCheck, Checked, check_implementation, needs_interpreter
 
 
+def _settle(
+    op: str, implementation: str | None, case: str | None, dtype: str | None, *, races: bool, **_: Any
+) -> tuple[Op, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The op, and its implementations, cases and dtypes that were named: a wrong word is an error."""
+    found = find_op(op)
+    known = tuple(name for name in found.implementations if not races or name in KERNEL_PLATFORM)
+    if not known:
+        raise ValueError(f"{op} has no kernel to look for races in; its implementations: {found.implementations}")
+    implementations = split_names(implementation, known, "implementation")
+    small = tuple(c.name for c in found.cases if c.small)
+    every = tuple(c.name for c in found.cases)
+    cases = every if case == "all" else small if case is None else split_names(case, every, "case")
+    return found, implementations, cases, split_names(dtype, DTYPES, "dtype")
+
+
+@runs_elsewhere(check=_settle)
 def check(
     op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
     implementation: Annotated[str | None, typer.Option(help="Comma-separated; all unless told.")] = None,
@@ -29,15 +46,7 @@ def check(
     Exit code 1 on a miss or a race.
     """
     with arguments():
-        found = find_op(op)
-        known = tuple(name for name in found.implementations if not races or name in KERNEL_PLATFORM)
-        if not known:
-            raise ValueError(f"{op} has no kernel to look for races in; its implementations: {found.implementations}")
-        implementations = split_names(implementation, known, "implementation")
-        small = tuple(c.name for c in found.cases if c.small)
-        every = tuple(c.name for c in found.cases)
-        cases = every if case == "all" else small if case is None else split_names(case, every, "case")
-        dtypes = split_names(dtype, DTYPES, "dtype")
+        found, implementations, cases, dtypes = _settle(op, implementation, case, dtype, races=races)
 
     results: list[Checked] = []
     raced: dict[str, str] = {}

@@ -9,6 +9,8 @@ from tilewright.cli.bench import bench
 from tilewright.cli.check import check
 from tilewright.cli.compile import compile_verb
 from tilewright.cli.ops import ops
+from tilewright.cli.remote import app as remote
+from tilewright.cli.run import run
 from tilewright.cli.scaffold import scaffold
 from tilewright.cli.screen import Mistake, console
 from tilewright.core.dispatch import Unsupported
@@ -30,6 +32,10 @@ app = typer.Typer(
 
 **Begin** a new kernel, with its tests passing from the start: `tilewright new my_op`
 
+**Run** any command here, on a rented TPU or GPU, or on a Ray cluster: `tilewright run --on sky:mine -- COMMAND`
+
+**Rent**, watch and give back machines: `tilewright remote --help`
+
 Every verb has its own `--help`. On a machine without the chip, check runs TPU and GPU kernels in their interpreters;
 bench times only what the device can really run.
 """,
@@ -39,6 +45,8 @@ app.command("check")(check)
 app.command("bench")(bench)
 app.command("compile")(compile_verb)
 app.command("new")(scaffold)
+app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.add_typer(remote, name="remote")
 
 
 def main() -> None:
@@ -48,3 +56,7 @@ def main() -> None:
     except (Mistake, Unsupported) as error:
         console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,8 @@ def arguments(
 def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal; in a pipe or a log, wide enough for the tables."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_IN_A_PIPE)
+    # sky:one is a cluster, not a digit.
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_IN_A_PIPE, emoji=False)
 
 
 def progress_bar() -> Progress:
@@ -60,6 +61,14 @@ def seconds(value: float) -> str:
         if value * factor >= 1 or unit == "us":
             return f"{value * factor:.3g} {unit}"
     raise AssertionError
+
+
+def duration(value: float) -> str:
+    """Hours and minutes, for what lasts that long."""
+    minutes = int(value // 60)
+    return (
+        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else f"{value:.0f} s"
+    )
 
 
 def memory(value: float | None) -> str:

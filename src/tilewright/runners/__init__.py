@@ -1,0 +1,1 @@
+"""Ship a command somewhere, watch it, and bring back what it made. Knows no op."""

@@ -1,0 +1,56 @@
+"""Run by test_skypilot.py in a process with a HOME of its own: plans over the fixture catalog, one line of JSON each.
+
+SkyPilot's optimizer, catalogs and validation are the real ones. Its server is left out: what it would be asked is called in
+this process. No account is needed, since nothing is asked of a cloud.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+
+import sky
+import sky.core
+from sky import global_user_state
+from sky.clouds import CloudCapability
+
+from tilewright.runners.base import Rental, RunnerError
+from tilewright.runners.skypilot import SkyRunner
+
+ask = json.loads(sys.argv[1])
+if ask["clouds"]:
+    global_user_state.set_allowed_clouds(ask["clouds"], "default")
+    global_user_state.set_enabled_clouds(ask["clouds"], CloudCapability.COMPUTE, "default")
+
+
+def stream_and_get(dag: sky.Dag, output_stream: io.TextIOBase) -> None:
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("sky").addHandler(handler)
+    logging.getLogger("sky").setLevel(logging.INFO)
+    with contextlib.redirect_stdout(io.StringIO()):
+        sky.core.optimize(dag)
+    logging.getLogger("sky").removeHandler(handler)
+    output_stream.write(said.getvalue())
+
+
+sky.status = lambda names: []
+sky.get = lambda answer: answer
+sky.optimize = lambda dag: dag
+sky.stream_and_get = stream_and_get
+for name in ask["rentals"]:
+    rental = {**name, "template": Path(name["template"]) if name.get("template") else None}
+    try:
+        runner = SkyRunner("test")
+        (resources,) = runner._task(Rental(**rental)).resources
+        plan = runner.plan(Rental(**rental))
+        arguments, stops = resources.accelerator_args, resources.autostop_config
+        told = {
+            "runtime": (arguments or {}).get("runtime_version"),
+            "stops": [stops.enabled, stops.down, stops.idle_minutes],
+        }
+        print(json.dumps({"price": plan.dollars_per_hour, "lines": plan.lines, **told}))
+    except (RunnerError, ValueError) as error:
+        print(json.dumps({"error": str(error)}))

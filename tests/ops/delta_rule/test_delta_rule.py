@@ -23,6 +23,14 @@ IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 every_op = pytest.mark.parametrize("op", OPS)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 GATED = ("gated_delta_rule", "kda")
+# The ungated op is the gated one's kernel without a part: in the interpreter it is slow's.
+op_and_fast_implementation = pytest.mark.parametrize(
+    ("op", "implementation"),
+    [
+        pytest.param(op, name, marks=[pytest.mark.slow] if (op, name) == ("delta_rule", "pallas_tpu") else [])
+        for op, name in itertools.product(OPS, ("pallas_tpu", "xla"))
+    ],
+)
 MIB = 2**20
 
 
@@ -79,8 +87,7 @@ def test_two_calls_chained_through_the_state_are_one(op: str, implementation: st
     close(last, state)
 
 
-@every_op
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@op_and_fast_implementation
 def test_packed_segments_are_separate_calls(op: str, implementation: str) -> None:
     """Boundaries anywhere: a segment of one token, one that ends a chunk, one that spans chunks. Gradients too."""
     arrays, bounds = draw(op, 75), [0, 1, 16, 17, 60, 75]
@@ -256,8 +263,7 @@ def test_a_step_has_gradients(op: str) -> None:
 # Exactness.
 
 
-@every_op
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@op_and_fast_implementation
 def test_bfloat16_is_as_good_as_a_recurrence_that_rounds_its_output_alone(op: str, implementation: str) -> None:
     """The recurrence in float32 on the same bfloat16 inputs, rounded at the end: its error is one rounding.
 

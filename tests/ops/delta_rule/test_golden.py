@@ -25,14 +25,15 @@ FILES = sorted(
 TOLERANCE = 3e-6
 
 
-# In an interpreter two cases of each op run by default; the others are slow.
+# In an interpreter two cases of each op with a gate run by default; the others are slow.
 BY_DEFAULT = ("gva", "strong_gate")
 
 
 def every_file_and_implementation() -> list[Any]:
     pairs = []
     for name, implementation in itertools.product(FILES, ("pallas_tpu", "xla", "reference")):
-        slow = needs_interpreter(implementation) and not name.endswith(BY_DEFAULT)
+        by_default = name.endswith(BY_DEFAULT) and not name.startswith("delta_rule")
+        slow = needs_interpreter(implementation) and not by_default
         pairs.append(pytest.param(name, implementation, marks=[pytest.mark.slow] if slow else []))
     return pairs
 

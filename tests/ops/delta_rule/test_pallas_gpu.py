@@ -52,6 +52,19 @@ def test_chunks_and_value_channels_that_are_not_whole():
     np.testing.assert_array_equal(on_gpu(later, PallasGpuConfig(block_v=128))[0][:, :t], got[0][:, :t])
 
 
+def test_like_keys_do_not_break_the_inverse():
+    """One key 64 times with beta 1 and no decay: powers of L, rather than merged blocks, have terms of 1e18."""
+    arrays = draw(t=64, width=64)
+    arrays["k"] = jnp.broadcast_to(arrays["k"][:, :1], arrays["k"].shape)
+    arrays |= {"g": jnp.zeros_like(arrays["g"]), "beta": jnp.ones_like(arrays["beta"])}
+    oracle = gated_delta_rule(
+        **{name: array.astype(jnp.float32) for name, array in arrays.items()}, implementation="reference"
+    )
+    for value, want in zip(on_gpu(arrays), oracle, strict=True):
+        verdict = judge(value, want.astype(jnp.bfloat16).astype(jnp.float32), want)
+        assert verdict.ok, str(verdict)
+
+
 @pytest.mark.parametrize(
     ("chip", "change", "text"),
     [

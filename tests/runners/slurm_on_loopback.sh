@@ -90,7 +90,7 @@ cat >"$dir/bin/uv" <<UV
 words=()
 for word in "\$@"; do [ "\$word" = 3.10 ] && word=$python; words+=("\$word"); done
 $(export -p | grep -E '^declare -x (SSL_|UV_|[A-Za-z_]*_?(PROXY|proxy)=)' || true)
-export UV_CACHE_DIR=$cache
+export UV_CACHE_DIR=$cache UV_PYTHON=$python
 exec $uv "\${words[@]}"
 UV
 cat >"$dir/bin/curl" <<CURL

@@ -374,8 +374,9 @@ def one_line(target: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, RunnerError) or "API server" not in str(error):
             raise
-        # It is being started again, and what is left of the old one is in its way: that passes.
-        raise LostConnection(f"{target}: SkyPilot's server does not start: {_plain(error)}") from None
+        # What is left of one that was killed may be in its way for a while.
+        why = f"`sky api stop`, then again: {_plain(error)}"
+        raise LostConnection(f"{target}: SkyPilot's server does not start; {why}") from None
     except (
         exceptions.NotSupportedError,
         exceptions.ResourcesMismatchError,

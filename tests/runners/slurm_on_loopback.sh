@@ -90,7 +90,9 @@ cat >"$dir/bin/uv" <<UV
 words=()
 for word in "\$@"; do [ "\$word" = 3.10 ] && word=$python; words+=("\$word"); done
 $(export -p | grep -E '^declare -x (SSL_|UV_|[A-Za-z_]*_?(PROXY|proxy)=)' || true)
-export UV_CACHE_DIR=$cache UV_PYTHON=$python
+export UV_CACHE_DIR=$cache
+# For projects only: SkyPilot's own \`uv pip\` and \`uv run --no-project\` must stay in its own environment.
+[ "\$1" = run ] && [[ " \$* " != *" --no-project "* ]] && export UV_PYTHON=$python
 exec $uv "\${words[@]}"
 UV
 cat >"$dir/bin/curl" <<CURL

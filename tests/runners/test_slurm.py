@@ -132,8 +132,9 @@ def command(*words: str) -> list[str]:
 
 
 def slurm_jobs() -> list[str]:
-    """The numbers of what is rented from Slurm."""
-    return subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True, check=True).stdout.split()
+    """The numbers of what is rented from Slurm. SkyPilot also runs short jobs of its own there, to see what it can do."""
+    listed = subprocess.run(["squeue", "-h", "-o", "%j %i"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[1] for line in listed.splitlines() if line.startswith("life")]
 
 
 def until(what, seconds: float) -> None:

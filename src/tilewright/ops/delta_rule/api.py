@@ -25,7 +25,7 @@ _IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
 
 DELTA_RULE = register(Op(name="delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
 GATED_DELTA_RULE = register(Op(name="gated_delta_rule", family=_FAMILY, implementations=_IMPLEMENTATIONS))
-KDA = register(Op(name="kda", family=_FAMILY, implementations=("pallas_tpu", "xla", "reference")))
+KDA = register(Op(name="kda", family=_FAMILY, implementations=_IMPLEMENTATIONS))
 
 
 def delta_rule(
@@ -58,7 +58,7 @@ def delta_rule(
       segment_ids: [B, T] integers. Wherever it changes along T, the state starts again from zeros: packed sequences do not
         see each other. `initial_state` belongs to the first token's segment, and the final state to the last token's.
       normalize_qk: divide each query and key by its length: x / sqrt(sum x^2 + 1e-6), rounded to its dtype.
-      implementation: "pallas_tpu", "pallas_gpu" (Hopper; not for `kda`), "xla" or "reference"; None takes the best that
+      implementation: "pallas_tpu", "pallas_gpu" (Hopper), "xla" or "reference"; None takes the best that
         this device can run.
       config: block sizes, a config of the implementation (tilewright.ops.delta_rule.config).
 

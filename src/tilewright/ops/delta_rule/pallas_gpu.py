@@ -51,20 +51,31 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, padded, product, refusal, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
-from tilewright.ops.delta_rule import xla
+from tilewright.ops.delta_rule import pallas_gpu_kda, xla
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, coarse_and_fine
 from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WIDEST_KEY, PallasGpuConfig, XlaConfig
+from tilewright.ops.delta_rule.gpu_tiles import (
+    CHUNK,
+    SIDE_BY_SIDE,
+    SQUARE,
+    WGMMA,
+    add_split,
+    along_columns,
+    along_rows,
+    compiler_params,
+    halves,
+    invert,
+    keep_halves,
+    positions,
+    turned,
+)
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
 
-_CHUNK = 64
 _STAGES = 3
-_SIDE_BY_SIDE = 3
 # Of 504 that three warpgroups may have together: the state and its halves are 128.
 _STATE_REGISTERS, _FETCH_REGISTERS = 200, 104
-_WGMMA = plgpu.Layout.WGMMA
-_SQUARE = (_CHUNK, _CHUNK)
 _NOTHING = -1e30  # Its exponential is 0.
 
 # The rows of a chunk's gates: the two parts of G, beta, exp(G), exp(G_C - G), exp(G_C).
@@ -88,40 +99,10 @@ def unsupported_reason(
     return None
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x rounded to bfloat16, and the rest of it."""
-    rounded = x.astype(jnp.bfloat16)
-    return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
-def _turned(ref: Any) -> Any:
-    return ref.transpose((1, 0))
-
-
-def _add_split(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], both: Any, rounded: Any) -> None:
-    """Add x y, both split: `both` is a tile of y's halves, one below the other, `rounded` of the first alone."""
-    accumulator.add(jnp.concatenate([x[0], x[0]], axis=1), both)  # [64, 2 C] [2 C, n]
-    accumulator.add(x[1], rounded)  # [64, C] [C, n]
-
-
-def _along_rows(ref: Any, shape: tuple[int, int]) -> jax.Array:
-    """A vector of the shape's first axis, repeated along the second."""
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=_WGMMA.reduce(1), optimized=False), shape, [0])
-
-
-def _along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=_WGMMA.reduce(0), optimized=False), shape, [1])
-
-
-def _positions() -> tuple[jax.Array, jax.Array]:
-    i, j = (plgpu.broadcasted_iota(jnp.int32, _SQUARE, axis, layout=_WGMMA) for axis in (0, 1))
-    return i, j  # [C, C] each
-
-
 def _decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
     """exp(G_i - G_j) where i >= j, else 0."""
     coarse, fine = (
-        _along_rows(gates.at[part], _SQUARE) - _along_columns(gates.at[part], _SQUARE) for part in (_COARSE, _FINE)
+        along_rows(gates.at[part], SQUARE) - along_columns(gates.at[part], SQUARE) for part in (_COARSE, _FINE)
     )
     return jnp.exp(jnp.where(i >= j, coarse + fine, _NOTHING))  # [C, C]
 
@@ -135,9 +116,8 @@ def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
     k_tiles, gate_tiles, l_tiles, x_tiles, arrived = refs[3:]
 
     b, hv, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-    n = lax.axis_index("chunk") * _SIDE_BY_SIDE + warpgroup
-    tokens = pl.ds(n * _CHUNK, _CHUNK)
-    first = pl.ds(0, _CHUNK)
+    n = lax.axis_index("chunk") * SIDE_BY_SIDE + warpgroup
+    tokens = pl.ds(n * CHUNK, CHUNK)
 
     @pl.when(n < chunks)
     def _one_chunk():
@@ -147,37 +127,14 @@ def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
         plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, lax.div(hv, jnp.int32(group))], keys, ready)
         plgpu.copy_gmem_to_smem(gates_ref.at[b, hv, n], gates, ready)
         plgpu.barrier_wait(ready)
-        i, j = _positions()
-
-        def keep(both: Any, halves: tuple[jax.Array, jax.Array]) -> None:
-            for half, value in enumerate(halves):
-                both[pl.ds(half * _CHUNK, _CHUNK)] = value
-
-        alike = product(_SQUARE, lambda sum_: sum_.add(keys, _turned(keys)), interpreted=interpreted)  # [C, C]
-        lower = jnp.where(i > j, alike * _decay(gates, i, j) * _along_rows(gates.at[_BETA], _SQUARE), 0.0)
-        keep(l_both, _halves(lower))
-        # i xor j is in [2^level, 2^(level+1)) where i and j are in different halves of a block of 2^(level+1).
-        apart = lax.bitwise_xor(i, j)
-        x = jnp.where(i == j, 1.0, 0.0) - jnp.where(apart == 1, lower, 0.0)
-        for level in range(1, _CHUNK.bit_length() - 1):
-            halves = _halves(x)
-            keep(x_both, halves)
-            plgpu.commit_smem()
-
-            def add_x_l(sum_: Accumulator, halves: Any = halves) -> None:
-                _add_split(sum_, halves, l_both, l_both.at[first])
-
-            x_l = _halves(product(_SQUARE, add_x_l, interpreted=interpreted))
-
-            def add_x_l_x(sum_: Accumulator, x_l: Any = x_l) -> None:
-                _add_split(sum_, x_l, x_both, x_both.at[first])
-
-            x_l_x = product(_SQUARE, add_x_l_x, interpreted=interpreted)
-            x = x - jnp.where(lax.shift_right_logical(apart, level) == 1, x_l_x, 0.0)
-        keep(x_both, _halves(x * _along_columns(gates.at[_BETA], _SQUARE)))
+        i, j = positions()
+        alike = product(SQUARE, lambda sum_: sum_.add(keys, turned(keys)), interpreted=interpreted)  # [C, C]
+        lower = jnp.where(i > j, alike * _decay(gates, i, j) * along_rows(gates.at[_BETA], SQUARE), 0.0)
+        x = invert(lower, i, j, l_both, x_both, interpreted=interpreted)
+        keep_halves(x_both, halves(x * along_columns(gates.at[_BETA], SQUARE)))
         plgpu.commit_smem()
         for half in range(2):
-            rows = pl.ds(half * _CHUNK, _CHUNK)
+            rows = pl.ds(half * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(x_both.at[rows], x_ref.at[b, hv, tokens, rows])
         plgpu.wait_smem_to_gmem(0)
 
@@ -204,7 +161,7 @@ def _state_kernel(
         return pl.ds((block * warpgroups + of) * GPU_TILE, GPU_TILE)
 
     def tokens(n: Any) -> Any:
-        return pl.ds(n * _CHUNK, _CHUNK)
+        return pl.ds(n * CHUNK, CHUNK)
 
     @pl.when(warpgroup == warpgroups)
     def _fetch_and_score():
@@ -229,14 +186,14 @@ def _state_kernel(
         def one_chunk(n: Any, carry: tuple[()]) -> tuple[()]:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
-            i, j = _positions()
+            i, j = positions()
             qk = product(
-                _SQUARE, lambda sum_: sum_.add(q_ring.at[slot], _turned(k_ring.at[slot])), interpreted=interpreted
+                SQUARE, lambda sum_: sum_.add(q_ring.at[slot], turned(k_ring.at[slot])), interpreted=interpreted
             )
-            halves = _halves(qk * _decay(gate_ring.at[slot], i, j))
+            split = halves(qk * _decay(gate_ring.at[slot], i, j))
             pl.when(n > 0)(lambda: plgpu.barrier_wait(p_used))
-            for half, value in enumerate(halves):
-                p_tile[:, pl.ds(half * _CHUNK, _CHUNK)] = value
+            for half, value in enumerate(split):
+                p_tile[:, pl.ds(half * CHUNK, CHUNK)] = value
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_made)
 
@@ -254,8 +211,8 @@ def _state_kernel(
         if warpgroups > 1:
             plgpu.set_max_registers(_STATE_REGISTERS, action="increase")
         mine = channels(warpgroup)
-        tile, state_shape = (GPU_TILE, _CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
-        first = pl.ds(0, _CHUNK)
+        tile, state_shape = (GPU_TILE, CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
+        first = pl.ds(0, CHUNK)
 
         def one_chunk(n: Any, state: jax.Array) -> jax.Array:
             slot = slot_of(n)
@@ -268,39 +225,39 @@ def _state_kernel(
                 def _keep():
                     starts_ref[0][b, hv, lax.div(n, jnp.int32(chunks_a_block)), mine, :] = state
 
-            rounded, rest = _halves(state)  # [V, K]
+            rounded, rest = halves(state)  # [V, K]
 
             def add_k_s(sum_: Accumulator) -> None:
-                sum_.add(rounded, _turned(keys))
-                sum_.add(rest, _turned(keys))
+                sum_.add(rounded, turned(keys))
+                sum_.add(rest, turned(keys))
 
             k_s = product(tile, add_k_s, interpreted=interpreted)  # [V, C]
-            q_s = product(tile, lambda sum_: sum_.add(rounded, _turned(queries)), interpreted=interpreted)
-            into = _along_columns(gates.at[_INTO], tile)
-            v = plgpu.load(_turned(values), layout=_WGMMA, optimized=False).astype(jnp.float32)
-            wanted = _halves(v - k_s * into)
+            q_s = product(tile, lambda sum_: sum_.add(rounded, turned(queries)), interpreted=interpreted)
+            into = along_columns(gates.at[_INTO], tile)
+            v = plgpu.load(turned(values), layout=WGMMA, optimized=False).astype(jnp.float32)
+            wanted = halves(v - k_s * into)
             corrections = product(
                 tile,
-                lambda sum_: _add_split(sum_, wanted, _turned(x_both), _turned(x_both.at[:, first])),
+                lambda sum_: add_split(sum_, wanted, turned(x_both), turned(x_both.at[:, first])),
                 interpreted=interpreted,
             )
-            split = _halves(corrections)
+            split = halves(corrections)
             plgpu.barrier_wait(p_made)
 
             def add_p(sum_: Accumulator) -> None:
-                _add_split(sum_, split, _turned(p_tile), _turned(p_tile.at[:, first]))
+                add_split(sum_, split, turned(p_tile), turned(p_tile.at[:, first]))
 
             (o,) = accumulate((q_s * into,), add_p, interpreted=interpreted)
             plgpu.barrier_arrive(p_used)
             # v's tile has been read: o goes out through it.
-            _turned(values)[...] = (o * scale).astype(jnp.bfloat16)
-            written = _halves(corrections * _along_columns(gates.at[_ONWARD], tile))
+            turned(values)[...] = (o * scale).astype(jnp.bfloat16)
+            written = halves(corrections * along_columns(gates.at[_ONWARD], tile))
 
             def add_k(sum_: Accumulator) -> None:
                 sum_.add(written[0], keys)
                 sum_.add(written[1], keys)
 
-            kept = state * _along_rows(gates.at[_ACROSS], state_shape)
+            kept = state * along_rows(gates.at[_ACROSS], state_shape)
             (state,) = accumulate((kept,), add_k, interpreted=interpreted)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
@@ -308,7 +265,7 @@ def _state_kernel(
             plgpu.barrier_arrive(consumed.at[slot])
             return state
 
-        state = plgpu.load(initial_ref.at[b, hv, mine], layout=_WGMMA, optimized=False)
+        state = plgpu.load(initial_ref.at[b, hv, mine], layout=WGMMA, optimized=False)
         state = lax.fori_loop(0, chunks, one_chunk, state)
         plgpu.wait_smem_to_gmem(0)
         final_ref[b, hv, mine, :] = state
@@ -318,7 +275,7 @@ def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> ja
     """The gates of each chunk, [B, HV, chunks, _GATE_ROWS, C]. T is whole chunks."""
 
     def by_chunk(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, _CHUNK)
+        return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, CHUNK)
 
     beta = by_chunk(beta)
     if g is None and resets is None:
@@ -356,7 +313,7 @@ def _forward(
     """o, the final state, and, given `tokens_a_block`, the state before each so many tokens, [B, HV, num, K, V]."""
     config: PallasGpuConfig = launch.config
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
-    time = functools.partial(padded, axis=1, multiple=_CHUNK)
+    time = functools.partial(padded, axis=1, multiple=CHUNK)
     # Tokens of zeros leave the state as it is; channels of zeros add nothing.
     gates = _gates(
         None if g is None else time(g), time(beta), None if resets is None else time(resets)
@@ -366,11 +323,10 @@ def _forward(
     state = padded(padded(jnp.swapaxes(initial_state, 2, 3), 2, config.block_v), 3, GPU_TILE)  # [B, HV, V, K]
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
-    chunks, group, warpgroups = t // _CHUNK, hv // h, config.warpgroups
+    chunks, group, warpgroups = t // CHUNK, hv // h, config.warpgroups
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {
-        # Layouts follow from the operands; to infer them takes minutes for kernels such as these.
-        "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        "compiler_params": compiler_params(),
         "interpret": gpu_interpret_params(launch.interpret),
         "thread_name": "warpgroup",
     }
@@ -379,17 +335,17 @@ def _forward(
 
     x = plgpu.kernel(
         functools.partial(_inverse_kernel, chunks=chunks, group=group, interpreted=interpreted),
-        out_type=output_like((b, hv, t, 2 * _CHUNK), jnp.bfloat16, k),
+        out_type=output_like((b, hv, t, 2 * CHUNK), jnp.bfloat16, k),
         scratch_types=[
-            bfloat16_tile(_SIDE_BY_SIDE, _CHUNK, depth),
-            plgpu.SMEM((_SIDE_BY_SIDE, _GATE_ROWS, _CHUNK), jnp.float32),
-            bfloat16_tile(_SIDE_BY_SIDE, 2 * _CHUNK, _CHUNK),
-            bfloat16_tile(_SIDE_BY_SIDE, 2 * _CHUNK, _CHUNK),
-            plgpu.Barrier(num_arrivals=2, num_barriers=_SIDE_BY_SIDE),
+            bfloat16_tile(SIDE_BY_SIDE, CHUNK, depth),
+            plgpu.SMEM((SIDE_BY_SIDE, _GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
+            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
+            plgpu.Barrier(num_arrivals=2, num_barriers=SIDE_BY_SIDE),
         ],
-        grid=(-(-chunks // _SIDE_BY_SIDE), hv, b),
+        grid=(-(-chunks // SIDE_BY_SIDE), hv, b),
         grid_names=("chunk", "head", "batch"),
-        num_threads=_SIDE_BY_SIDE,
+        num_threads=SIDE_BY_SIDE,
         **common,
     )(k, gates)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
@@ -399,7 +355,7 @@ def _forward(
         functools.partial(
             _state_kernel,
             chunks=chunks,
-            chunks_a_block=max(1, (tokens_a_block or _CHUNK) // _CHUNK),
+            chunks_a_block=max(1, (tokens_a_block or CHUNK) // CHUNK),
             group=group,
             warpgroups=warpgroups,
             scale=scale,
@@ -407,12 +363,12 @@ def _forward(
         ),
         out_type=out_type,
         scratch_types=[
-            bfloat16_tile(_STAGES, _CHUNK, depth),
-            bfloat16_tile(_STAGES, _CHUNK, depth),
-            bfloat16_tile(_STAGES, warpgroups, _CHUNK, GPU_TILE),
-            bfloat16_tile(_STAGES, _CHUNK, 2 * _CHUNK),
-            plgpu.SMEM((_STAGES, _GATE_ROWS, _CHUNK), jnp.float32),
-            bfloat16_tile(_CHUNK, 2 * _CHUNK),
+            bfloat16_tile(_STAGES, CHUNK, depth),
+            bfloat16_tile(_STAGES, CHUNK, depth),
+            bfloat16_tile(_STAGES, warpgroups, CHUNK, GPU_TILE),
+            bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
+            plgpu.SMEM((_STAGES, _GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(CHUNK, 2 * CHUNK),
             plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=1),
@@ -435,7 +391,8 @@ def _folded(
 
     @jax.custom_batching.custom_vmap
     def run(*arrays: Any) -> tuple[jax.Array, ...]:
-        return _forward(*arrays, **how)
+        per_channel = g is not None and g.ndim == k.ndim
+        return (pallas_gpu_kda.forward if per_channel else _forward)(*arrays, **how)
 
     @run.def_vmap
     def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
@@ -506,8 +463,8 @@ def delta_rule_pallas_gpu(
     scale: float,
     launch: Launch,
 ) -> tuple[Values, State]:
-    """Both ops: without a gate, or with one a head."""
+    """All three ops: by the gate, none, one a head or one a key channel."""
     return _delta_rule(q, k, v, g, beta, initial_state, resets, scale, launch)
 
 
-gated_delta_rule_pallas_gpu = delta_rule_pallas_gpu
+gated_delta_rule_pallas_gpu = kda_pallas_gpu = delta_rule_pallas_gpu

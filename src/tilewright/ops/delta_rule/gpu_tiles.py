@@ -1,0 +1,92 @@
+"""What the Hopper kernels of the family share: split operands, vectors as tiles, and the inverse of a chunk."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.core.hopper import Accumulator, product
+
+CHUNK = 64
+SIDE_BY_SIDE = 3
+"""Chunks that a thread block works on at once where chunks are independent: they hide each other's latency."""
+
+WGMMA = plgpu.Layout.WGMMA
+SQUARE = (CHUNK, CHUNK)
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    """Layouts follow from the operands: to infer them takes minutes for kernels such as these.
+
+    Pallas would put a barrier before and behind every store to shared memory. Here tiles are stored by the warps that read
+    them, or `commit_smem` is between.
+    """
+    return plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    )
+
+
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x rounded to bfloat16, and the rest of it."""
+    rounded = x.astype(jnp.bfloat16)
+    return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def turned(ref: Any) -> Any:
+    return ref.transpose((1, 0))
+
+
+def add_split(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], both: Any, rounded: Any) -> None:
+    """Add x y, both split: `both` is a tile of y's halves, one below the other, `rounded` of the first alone."""
+    accumulator.add(jnp.concatenate([x[0], x[0]], axis=1), both)  # [64, 2 C] [2 C, n]
+    accumulator.add(x[1], rounded)  # [64, C] [C, n]
+
+
+def along_rows(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    """A vector of the shape's first axis, repeated along the second."""
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False), shape, [0])
+
+
+def along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False), shape, [1])
+
+
+def positions() -> tuple[jax.Array, jax.Array]:
+    i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=WGMMA) for axis in (0, 1))
+    return i, j  # [C, C] each
+
+
+def keep_halves(both: Any, split: tuple[jax.Array, jax.Array]) -> None:
+    """Both halves into a tile, one below the other: its first 2 C rows."""
+    for half, value in enumerate(split):
+        both[pl.ds(half * CHUNK, CHUNK)] = value
+
+
+def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_both: Any, *, interpreted: bool) -> jax.Array:
+    """(I + L)^-1 of a strictly lower triangular L [C, C]; the two tiles [2 C, C] are for it to work in.
+
+    Of blocks of 2, by hand; then of blocks twice as large, five times: X - (X L X where i is in the second half of such a
+    block and j in its first). Blocks of tokens are merged, never powers of L summed: those overflow for like keys.
+    """
+    first = pl.ds(0, CHUNK)
+    keep_halves(l_both, halves(lower))
+    # i xor j is in [2^level, 2^(level+1)) where i and j are in different halves of a block of 2^(level+1).
+    apart = lax.bitwise_xor(i, j)
+    x = jnp.where(i == j, 1.0, 0.0) - jnp.where(apart == 1, lower, 0.0)
+
+    def merge(level: Any, x: jax.Array) -> jax.Array:
+        split = halves(x)
+        keep_halves(x_both, split)
+        plgpu.commit_smem()
+        x_l = halves(
+            product(SQUARE, lambda sum_: add_split(sum_, split, l_both, l_both.at[first]), interpreted=interpreted)
+        )
+        x_l_x = product(SQUARE, lambda sum_: add_split(sum_, x_l, x_both, x_both.at[first]), interpreted=interpreted)
+        plgpu.commit_smem()  # Other warps may still be multiplying: only behind them are tiles written again.
+        return x - jnp.where(lax.shift_right_logical(apart, level) == 1, x_l_x, 0.0)
+
+    # A loop, not its rounds one by one: their code would not stay in the instruction cache.
+    return lax.fori_loop(1, CHUNK.bit_length() - 1, merge, x)

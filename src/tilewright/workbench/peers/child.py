@@ -78,7 +78,7 @@ def run(folder: Path) -> dict[str, Any]:
         "samples_s": taken,
         "metrics": metrics,
         "results": dtypes,
-        "versions": versions(adapter.DISTRIBUTIONS),
+        "versions": versions(adapter.DISTRIBUTIONS) | tensors.toolchain(),
         "device": tensors.device(),
     }
 

@@ -27,7 +27,10 @@ def bench_peer(peer: Peer, adapter: Adapter, wanted: Wanted, timing: Timing, pyt
         samples_s, metrics, results, found = _inside(adapter, theirs, wanted, timing)
     made = set(theirs.outputs)
     lacks = [name for name in wanted.case.outputs if name not in made]
-    metrics |= wanted.judge(results, theirs).metrics() | {"peer": True}
+    try:
+        metrics |= wanted.judge(results, theirs).metrics() | {"peer": True}
+    except ValueError as error:
+        raise Refused(f"its answer cannot be compared: {error}") from error
     if lacks:
         metrics["lacks"] = ", ".join(lacks)
     if instead := adapter.instead(wanted.case.op):

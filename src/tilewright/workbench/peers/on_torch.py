@@ -71,5 +71,10 @@ def memory(run: Callable[[], Any], held: list[Any]) -> dict[str, int]:
     return {"temp_bytes": max(made - results, 0), "peak_bytes": made + arguments}
 
 
+def toolchain() -> dict[str, str]:
+    """The versions that no distribution has."""
+    return {"torch's CUDA": str(torch.version.cuda)}
+
+
 def device() -> str:
     return torch.cuda.get_device_name()

@@ -15,19 +15,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
 
-HOPPER = (9, 0)
-SWIZZLE_BYTES = 128
+_HOPPER = (9, 0)
+_SWIZZLE_BYTES = 128
 
 
-def not_hopper(chip: Chip) -> str | None:
-    """Why a chip cannot run a kernel with Hopper's instructions, or None."""
-    if chip.compute_capability == HOPPER:
-        return None
-    has = "an unknown one" if chip.compute_capability is None else ".".join(map(str, chip.compute_capability))
-    return (
-        f"it is made for Hopper GPUs (compute capability 9.0: H100, H200), and this is a {chip.name} with {has}; "
-        f"use implementation='xla'"
-    )
+def refusal(chip: Chip, q: Any) -> str | None:
+    """Why a kernel of bfloat16 products on Hopper cannot run on a chip, or take q and what is of its dtype; or None."""
+    if chip.compute_capability != _HOPPER:
+        has = "an unknown one" if chip.compute_capability is None else ".".join(map(str, chip.compute_capability))
+        return (
+            f"it is made for Hopper GPUs (compute capability 9.0: H100, H200), and this is a {chip.name} with {has}; "
+            f"use implementation='xla'"
+        )
+    if q.dtype != jnp.bfloat16:
+        return (
+            f"q is {jnp.dtype(q.dtype).name}, and it multiplies bfloat16 only (Hopper's matrix unit would round float32 to "
+            f"10 bits); pass q, k and v as bfloat16, or use implementation='xla'"
+        )
+    return None
 
 
 def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -39,10 +44,10 @@ def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 def tile(*shape: int, dtype: Any) -> Any:
     """Shared memory for operands of the matrix unit, [..., rows, columns]."""
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    columns = _SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
     transforms = (
         plgpu.TilingTransform((8, columns)),  # type: ignore[abstract]
-        plgpu.SwizzleTransform(SWIZZLE_BYTES),  # type: ignore[abstract]
+        plgpu.SwizzleTransform(_SWIZZLE_BYTES),  # type: ignore[abstract]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -79,30 +84,15 @@ class Accumulator:
         return self.value
 
 
-def accumulate(
-    sums: tuple[jax.Array, ...],
-    fresh: tuple[tuple[int, int], ...],
-    add: Callable[..., None],
-    *,
-    interpreted: bool,
-) -> tuple[jax.Array, ...]:
-    """The sums, after `add` has issued products onto them, once all are done.
-
-    `add` takes an accumulator for each of the sums, and one that begins with zero for each of the shapes in `fresh`.
-    """
+def accumulate(sums: tuple[jax.Array, ...], add: Callable[..., None], *, interpreted: bool) -> tuple[jax.Array, ...]:
+    """The sums, after `add`, which takes an accumulator for each, has issued products onto them, once all are done."""
     if interpreted:
         accumulators = [Accumulator(value=value) for value in sums]
-        add(*accumulators, *(Accumulator(value=jnp.zeros(shape, jnp.float32)) for shape in fresh))
+        add(*accumulators)
         return tuple(accumulator.read() for accumulator in accumulators)
 
-    def begin(sum_refs: Any) -> None:
-        def run(*fresh_refs: Any) -> None:
-            add(*(Accumulator(ref) for ref in (*sum_refs, *fresh_refs)))
-
-        if fresh:
-            pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in fresh))
-        else:
-            run()
+    def begin(refs: Any) -> None:
+        add(*(Accumulator(ref) for ref in refs))
 
     held: Any = pl.run_state(begin)(tuple(plgpu.WGMMAAccumulatorRef.init(value) for value in sums))
     return tuple(held)

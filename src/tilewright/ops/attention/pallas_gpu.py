@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, not_hopper, product, quotient, tile
+from tilewright.core.hopper import Accumulator, accumulate, product, quotient, refusal, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.attention.config import GPU_BLOCK, GPU_ROWS, GPU_WIDEST, GPU_WORKERS, PallasGpuConfig
@@ -87,13 +87,8 @@ def unsupported_reason(
 ) -> str | None:
     del k, sinks, q_segments, kv_segments, scale, soft_cap, q_offset
     chip, config = launch.chip, launch.config
-    if (reason := not_hopper(chip)) is not None:
+    if (reason := refusal(chip, q)) is not None:
         return reason
-    if q.dtype != jnp.bfloat16:
-        return (
-            f"q is {jnp.dtype(q.dtype).name}, and it multiplies bfloat16 only (Hopper's matrix unit would round float32 to "
-            f"10 bits); pass q, k and v as bfloat16, or use implementation='xla'"
-        )
     d, dv = q.shape[3], v.shape[3]
     if max(d, dv) > GPU_WIDEST:
         return f"D={d} and Dv={dv} must be {GPU_WIDEST} at most (registers of a warpgroup); use implementation='xla'"
@@ -202,7 +197,7 @@ def _forward_kernel(
                 products.add(q_tile, k_smem.at[slot].transpose((1, 0)))  # [GPU_ROWS, block_k]
                 take_turn()
 
-            acc, logits = accumulate((acc, no_logits), (), multiply, interpreted=interpreted)
+            acc, logits = accumulate((acc, no_logits), multiply, interpreted=interpreted)
             plgpu.barrier_arrive(v_free.at[before])
             plgpu.barrier_arrive(k_free.at[slot])
             statistics, alpha, weights = soften(n, logits, statistics, masked=masked)
@@ -220,7 +215,7 @@ def _forward_kernel(
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(v_barrier.at[last])
         plgpu.barrier_wait(turn)
-        (acc,) = accumulate((acc,), (), lambda out: out.add(weights, v_smem.at[last]), interpreted=interpreted)
+        (acc,) = accumulate((acc,), lambda out: out.add(weights, v_smem.at[last]), interpreted=interpreted)
         pl.when(worker == 0)(take_turn)
 
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)

@@ -48,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, not_hopper, padded, product, tile
+from tilewright.core.hopper import Accumulator, accumulate, padded, product, refusal, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule import xla
@@ -81,13 +81,8 @@ def unsupported_reason(
     launch: Launch, q: Keys, k: Keys, v: Values, g: Gate | None, *rest: Any, scale: float
 ) -> str | None:
     del k, v, g, rest, scale
-    if (reason := not_hopper(launch.chip)) is not None:
+    if (reason := refusal(launch.chip, q)) is not None:
         return reason
-    if q.dtype != jnp.bfloat16:
-        return (
-            f"q is {jnp.dtype(q.dtype).name}, and it multiplies bfloat16 only (Hopper's matrix unit would round float32 to "
-            f"10 bits); pass q, k and v as bfloat16, or use implementation='xla'"
-        )
     if q.shape[-1] > GPU_WIDEST_KEY:
         return f"K={q.shape[-1]} must be {GPU_WIDEST_KEY} at most (the state is in registers); use implementation='xla'"
     return None
@@ -295,7 +290,7 @@ def _state_kernel(
             def add_p(sum_: Accumulator) -> None:
                 _add_split(sum_, split, _turned(p_tile), _turned(p_tile.at[:, first]))
 
-            (o,) = accumulate((q_s * into,), (), add_p, interpreted=interpreted)
+            (o,) = accumulate((q_s * into,), add_p, interpreted=interpreted)
             plgpu.barrier_arrive(p_used)
             # v's tile has been read: o goes out through it.
             _turned(values)[...] = (o * scale).astype(jnp.bfloat16)
@@ -306,7 +301,7 @@ def _state_kernel(
                 sum_.add(written[1], keys)
 
             kept = state * _along_rows(gates.at[_ACROSS], state_shape)
-            (state,) = accumulate((kept,), (), add_k, interpreted=interpreted)
+            (state,) = accumulate((kept,), add_k, interpreted=interpreted)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -360,7 +355,7 @@ def _forward(
 ) -> tuple[jax.Array, ...]:
     """o, the final state, and, given `tokens_a_block`, the state before each so many tokens, [B, HV, num, K, V]."""
     config: PallasGpuConfig = launch.config
-    true_t, true_depth, true_width = *q.shape[1:4:2], v.shape[3]
+    (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
     time = functools.partial(padded, axis=1, multiple=_CHUNK)
     # Tokens of zeros leave the state as it is; channels of zeros add nothing.
     gates = _gates(
@@ -435,7 +430,7 @@ def _forward(
 def _folded(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, **how: Any
 ) -> tuple[jax.Array, ...]:
-    """`_forward`, which `jax.vmap` turns into a larger batch: a kernel of Mosaic GPU has no rule of its own for it."""
+    """`_forward`, which `jax.vmap` turns into a larger batch: by JAX's own rule the calls would follow each other."""
     arrays = (q, k, v, g, beta, initial_state, resets)
 
     @jax.custom_batching.custom_vmap

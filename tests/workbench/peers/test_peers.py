@@ -139,6 +139,8 @@ def test_kernels_for_a_gpu_say_that_there_is_none() -> None:
         bench(peers()["cudnn"], wanted)
     with pytest.raises(Refused, match="it is made for Hopper GPUs, and this is a cpu"):
         bench_peer(peers()["jax"], peers()["jax"].adapters[1], wanted, QUICK)
+    with tilewright.target("h200"):
+        assert peers()["jax"].adapters[1].unavailable() is None
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward+backward"])

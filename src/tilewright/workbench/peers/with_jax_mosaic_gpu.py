@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tilewright.core.chip import Chip
 from tilewright.core.target import current_chip
 
 DISTRIBUTIONS = ("jax", "jaxlib")
@@ -22,12 +23,9 @@ _BACKWARD_BLOCKS = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "
 
 
 def unavailable() -> str | None:
-    chip = current_chip()
-    if chip.platform == "gpu":
-        from tilewright.core.hopper import HOPPER  # Mosaic GPU with it, which takes seconds to import.
-
-        if chip.compute_capability == HOPPER:
-            return None
+    chip, hopper = current_chip(), Chip.named("h100")
+    if chip.compute_capability == hopper.compute_capability:
+        return None
     return f"it is made for Hopper GPUs, and this is a {chip.name}"
 
 

@@ -1,5 +1,6 @@
 """`tilewright bench`: how fast is it, beside the other implementations, and how much memory does it take?"""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,21 @@ from tilewright.core.records import Record, append_records
 from tilewright.core.target import default_device
 from tilewright.workbench.bench import Mode, Timing, bench_case
 from tilewright.workbench.check import DTYPES
+from tilewright.workbench.peers.agreement import Wanted
+from tilewright.workbench.peers.beside import leave_room
+from tilewright.workbench.peers.compare import bench_peer
+from tilewright.workbench.peers.registry import Adapter, Peer, Refused, absent, peers
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a command line asked for."""
+
+    op: Op
+    cases: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    implementations: tuple[str, ...]
+    against: tuple[Peer, ...]
 
 
 def _settle(
@@ -22,31 +38,66 @@ def _settle(
     case: str | None,
     dtype: str,
     *,
+    against: str | None,
+    peer_python: str | None,
     plot: Path | None,
     compile_only: bool,
     **_: Any,
-) -> tuple[Op, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The op, and its cases, dtypes and implementations that were named: a wrong word is an error."""
+) -> _Asked:
+    """The op, and its cases, dtypes and implementations and the peers that were named: a wrong word is an error."""
     found = find_op(op)
     if plot is not None and compile_only:
         raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
-    return (
+    if against is not None and compile_only:
+        raise ValueError("--against times peers and --compile-only takes no times; leave one of them out")
+    if peer_python is not None and against is None:
+        raise ValueError("--peer-python is where peers are installed; name them with --against, or leave it out")
+    known = peers()
+    named = () if against is None else split_names(None if against == "all" else against, tuple(known), "against")
+    chosen = tuple(known[name] for name in named)
+    if any(peer.tensors is not None for peer in chosen):
+        leave_room()
+    return _Asked(
         found,
         _chosen_cases(found, case),
         split_names(dtype, DTYPES, "dtype"),
         split_names(implementation, found.implementations, "implementation"),
+        chosen,
     )
 
 
 def _show(done: list[Record], *, records: Path, plot: Path | None, quiet: bool, **_: Any) -> None:
     if not quiet:
         console().print(_table(done))
+        for note in _notes(done):
+            console().print(note, soft_wrap=True)
         console().print(f"{len(done)} records appended to {records}")
     if plot is not None:
         from tilewright.workbench.plot import plot_bench
 
         plot_bench(done, plot)
         console().print(f"plot: {plot}")
+
+
+def _notes(done: list[Record]) -> list[str]:
+    """What the figures of a comparison mean, and what a peer did otherwise."""
+    judged = [record for record in done if "agrees" in record.metrics]
+    if not judged:
+        return []
+    first = judged[0].metrics
+    notes = [
+        f"ours / it: our first implementation's time over this one's; below 1 ours is faster. "
+        f"error: the largest of an output or gradient, against {first['error_against']}; up to "
+        f"{first['error_tolerance']:g} agrees."
+    ]
+    for key, words in (("lacks", "does not make"), ("instead", "was given and judged by")):
+        for name, what in dict.fromkeys((r.implementation, r.metrics[key]) for r in judged if key in r.metrics):
+            notes.append(f"{name} {words} {what}.")
+    for record in judged:
+        if not record.metrics["agrees"]:
+            which = f"{record.implementation} {record.case} {record.dtype}"
+            notes.append(f"[bold red]differs:[/] {which}: {escape(str(record.metrics['error_in']))}, {_error(record)}")
+    return notes
 
 
 @runs_elsewhere(check=_settle, records="records", here_only=("plot",), show=_show)
@@ -66,35 +117,79 @@ def bench(
     records: Annotated[Path, typer.Option(help="The JSONL file to append to.")] = Path("results/bench.jsonl"),
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this PNG.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the records and print no table.")] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Peers to time beside ours, comma-separated, or `all`: fla, cudnn, jax, torch, liger."),
+    ] = None,
+    peer_python: Annotated[
+        str | None, typer.Option(help="The Python that fla, torch and liger are installed for; this one unless told.")
+    ] = None,
 ) -> None:
     """Time an op's implementations side by side on this device.
 
     The first step (trace, compile, run) and the steady state are apart; the median is over repeated samples, with the
     distance between the quartiles as its spread. FLOP/s and bytes/s count useful work only, and stand beside the share
     of the chip's ceiling where that is known. Every sample goes into the records file with chip, versions and commit.
+
+    With --against, other libraries' kernels are timed on the same inputs in the same way, and every answer is held to the
+    reference: a ratio is shown for those that agree. What is not installed is named; nothing is ever installed for you.
     """
     with arguments():
-        found, cases, dtypes, names = _settle(op, implementation, case, dtype, plot=plot, compile_only=compile_only)
+        asked = _settle(
+            op,
+            implementation,
+            case,
+            dtype,
+            against=against,
+            peer_python=peer_python,
+            plot=plot,
+            compile_only=compile_only,
+        )
+        missing = absent(tuple(peer for peer in asked.against if op in peer.ops), peer_python)
     mode: Mode = "forward+backward" if grad else "forward"
-    entries = [(c, d, name) for c in cases for d in dtypes for name in names]
+    timing = Timing(seconds=seconds_each, run=not compile_only)
     done: list[Record] = []
-    refused: dict[str, str] = {}
+    refused: dict[str, list[str]] = {}
+    rivals: list[tuple[Peer, Adapter]] = []
+    installed = [peer for peer in asked.against if op in peer.ops and peer.name not in missing]
+    for peer, adapter in ((each, one) for each in installed for one in each.adapters):
+        if (reason := adapter.unavailable()) is not None:
+            refused[f"{adapter.name}: {reason}"] = []
+        elif asked.op.name in adapter.ops:
+            rivals.append((peer, adapter))
     with progress_bar() as bar:
-        task = bar.add_task("benchmarking", total=len(entries))
-        for case_name, dtype_name, name in entries:
-            bar.update(task, description=f"{case_name} {dtype_name} {name}")
-            try:
-                timing = Timing(seconds=seconds_each, run=not compile_only)
-                done.append(bench_case(found, found.case(case_name), name, dtype_name, mode, timing))
-            except Unsupported as error:
-                refused[name] = str(error)
-            bar.advance(task)
+        each = len(asked.implementations) + len(rivals)
+        task = bar.add_task("benchmarking", total=len(asked.cases) * len(asked.dtypes) * each)
+        for case_name, dtype_name in ((c, d) for c in asked.cases for d in asked.dtypes):
+            chosen = asked.op.case(case_name)
+            wanted = Wanted(asked.op, chosen, dtype_name, mode) if asked.against else None
+            judge = None if wanted is None else lambda results, wanted=wanted: wanted.judge(results).metrics()
+            for name in asked.implementations:
+                bar.update(task, description=f"{case_name} {dtype_name} {name}")
+                try:
+                    done.append(bench_case(asked.op, chosen, name, dtype_name, mode, timing, judge))
+                except Unsupported as error:
+                    refused.setdefault(str(error), [])
+                bar.advance(task)
+            for peer, adapter in rivals:
+                bar.update(task, description=f"{case_name} {dtype_name} {adapter.name}")
+                try:
+                    assert wanted is not None
+                    done.append(bench_peer(peer, adapter, wanted, timing, peer_python))
+                except Refused as error:
+                    refused.setdefault(f"{adapter.name}: {error}", []).append(f"{case_name} {dtype_name}")
+                bar.advance(task)
     if done:
         append_records(records, done)
         _show(done, records=records, plot=plot, quiet=quiet)
-    for reason in refused.values():
-        console().print(f"[yellow]not timed:[/] {escape(reason)}", soft_wrap=True)
-    if not done:
+    for reason, where in refused.items():
+        of = f" [{', '.join(where)}]" if where else ""
+        console().print(f"[yellow]not timed:[/] {escape(reason + of)}", soft_wrap=True)
+    if others := [peer.name for peer in asked.against if op not in peer.ops]:
+        console().print(f"[yellow]no {op}:[/] {', '.join(others)}")
+    for name, remedy in missing.items():
+        console().print(f"[yellow]absent:[/] {escape(f'{name}: {remedy}')}", soft_wrap=True)
+    if not any(not record.metrics.get("peer") for record in done):
         raise typer.Exit(1)
 
 
@@ -110,25 +205,26 @@ def _chosen_cases(op: Op, given: str | None) -> tuple[str, ...]:
 
 def _table(done: list[Record]) -> Table:
     where = done[0].provenance
-    versions = where.versions
+    compared = any("agrees" in record.metrics for record in done)
     table = Table(
-        title=f"{done[0].op}, {done[0].mode}, on {where.device_kind} (jax {versions['jax']}, {where.date[:10]})",
+        title=f"{done[0].op}, {done[0].mode}, on {where.device_kind} (jax {where.versions['jax']}, {where.date[:10]})",
         title_justify="left",
     )
     for column in ("case", "dtype", "implementation"):
         table.add_column(column)
-    for column in ("first step", "median", "spread", "x fastest", "FLOP/s", "bytes/s", "temp memory", "peak memory"):
+    relative = ("ours / it", "error") if compared else ("x fastest",)
+    for column in ("first step", "median", "spread", *relative, "FLOP/s", "bytes/s", "temp memory", "peak memory"):
         table.add_column(column, justify="right")
     for position, record in enumerate(done):
-        peers = [r.median_s for r in done if (r.case, r.dtype) == (record.case, record.dtype) and r.samples_s]
-        table.add_row(*_row(record, min(peers, default=None)))
+        beside = [r for r in done if (r.case, r.dtype) == (record.case, record.dtype) and r.samples_s]
+        table.add_row(*_row(record, beside, compared=compared))
         last = position + 1 == len(done)
         if not last and (done[position + 1].case, done[position + 1].dtype) != (record.case, record.dtype):
             table.add_section()
     return table
 
 
-def _row(record: Record, fastest: float | None) -> tuple[str, ...]:
+def _row(record: Record, beside: list[Record], *, compared: bool) -> tuple[str, ...]:
     metrics = record.metrics
 
     def number(name: str) -> float | None:
@@ -137,15 +233,37 @@ def _row(record: Record, fastest: float | None) -> tuple[str, ...]:
 
     names = (record.case, record.dtype, record.implementation)
     sizes = (memory(number("temp_bytes")), memory(number("peak_bytes")))
-    if not record.samples_s or fastest is None:
+    if not record.samples_s:
         return (*names, f"compile {seconds(number('compile_s') or 0.0)}", "-", "-", "-", "-", "-", *sizes)
+    fastest = min(each.median_s for each in beside)
     return (
         *names,
         seconds(number("first_step_s") or 0.0),
         seconds(record.median_s),
         f"{record.spread:.1%}",
-        f"{record.median_s / fastest:.2f}",
+        *((_ratio(record, beside), _error(record)) if compared else (f"{record.median_s / fastest:.2f}",)),
         rate(number("flops_per_s"), "FLOP/s", number("flops_fraction")),
         rate(number("bytes_per_s"), "B/s", number("bytes_fraction")),
         *sizes,
     )
+
+
+def _ours(beside: list[Record]) -> Record | None:
+    """Whom the others are compared with: our first, which is the preferred one unless the caller named them."""
+    return next((record for record in beside if not record.metrics.get("peer")), None)
+
+
+def _ratio(record: Record, beside: list[Record]) -> str:
+    """Our time over this one's. A wrong answer has none, its own or ours."""
+    ours = _ours(beside)
+    if record is ours:
+        return "ours"
+    if ours is None or not (record.metrics["agrees"] and ours.metrics["agrees"]):
+        return "-"
+    return f"{ours.median_s / record.median_s:.2f}"
+
+
+def _error(record: Record) -> str:
+    error = record.metrics["error"]
+    shown = f"{error:.1e}" if isinstance(error, float) else "not finite"
+    return shown if record.metrics["agrees"] else f"[bold red]{shown} DIFFERS[/]"

@@ -26,7 +26,8 @@ app = typer.Typer(
 
 **Check** values and gradients against the oracle: `tilewright check linear_cross_entropy`
 
-**Time** implementations side by side: `tilewright bench linear_cross_entropy --grad --plot out.png`
+**Time** implementations side by side: `tilewright bench linear_cross_entropy --grad --plot out.png`, and beside other
+libraries' where they are installed: `tilewright bench kda --against fla`
 
 **Compile** its TPU kernels for every TPU, with none attached: `tilewright compile linear_cross_entropy --grad`
 

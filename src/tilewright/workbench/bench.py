@@ -8,7 +8,7 @@ run of another.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +20,10 @@ from tilewright.core.dispatch import Decision, Op, noting_decisions
 from tilewright.core.records import Provenance, Record
 from tilewright.core.target import default_device
 from tilewright.workbench.check import call, call_with_gradients, draw_cotangents
+from tilewright.workbench.sampling import samples
 
 Mode = Literal["forward", "forward+backward"]
-
-_SAMPLE_SECONDS = 0.005
-_LEAST_SAMPLES = 5
-_MOST_SAMPLES = 100
+Metrics = dict[str, float | int | str | bool | None]
 
 
 @dataclass(frozen=True)
@@ -38,33 +36,40 @@ class Timing:
     """False compiles only, for the memory figures of a case too large to run here."""
 
 
-def bench_case(op: Op, case: Case, implementation: str, dtype: str, mode: Mode, timing: Timing) -> Record:
-    """Compile, run and time one implementation on one case. `Unsupported` where it cannot run on this device."""
+@dataclass(frozen=True)
+class Measured:
+    """What was seen of one function on one case."""
+
+    samples_s: tuple[float, ...]
+    metrics: Metrics
+    decisions: tuple[Decision, ...]
+    results: Mapping[str, Any]
+    """Its outputs, and with gradients `d <name>` of each differentiable input; nothing where it was compiled only."""
+
+
+def bench_case(
+    op: Op,
+    case: Case,
+    implementation: str,
+    dtype: str,
+    mode: Mode,
+    timing: Timing,
+    judge: Callable[[Mapping[str, Any]], Metrics] | None = None,
+) -> Record:
+    """Compile, run and time one implementation on one case. `Unsupported` where it cannot run on this device.
+
+    `judge` is shown its results, and what it says of them is added to the metrics.
+    """
     function = call(op, case, implementation)
-    both = call_with_gradients(function, case)
-    structs = case.structs(dtype)
+    backward = mode == "forward+backward"
     if timing.run:
         arrays: Any = case.draw(dtype)
-        cotangents = draw_cotangents(function, arrays, seed=0) if mode == "forward+backward" else ()
-        jax.block_until_ready((arrays, cotangents))
+        cotangents = draw_cotangents(function, arrays, seed=0) if backward else ()
     else:
-        arrays = structs
-        cotangents = jax.eval_shape(function, **structs) if mode == "forward+backward" else ()
-    jitted = jax.jit(both) if mode == "forward+backward" else jax.jit(lambda arrays, _: function(**arrays))
-
-    began = time.perf_counter()
-    with noting_decisions() as decisions:
-        compiled = jitted.lower(arrays, cotangents).compile()
-    compiled_s = time.perf_counter() - began
-    metrics: dict[str, float | int | str | bool | None] = {"compile_s": compiled_s, **_memory(compiled)}
-    samples: tuple[float, ...] = ()
-    if timing.run:
-        jax.block_until_ready(compiled(arrays, cotangents))
-        metrics["first_step_s"] = time.perf_counter() - began
-        samples = _samples(lambda: compiled(arrays, cotangents), timing.seconds)
-        work = (case.work_grad if mode == "forward+backward" else case.work)(jax.numpy.dtype(dtype).itemsize)
-        metrics |= _achieved(work, statistics.median(samples), dtype, Chip.of(default_device()))
-    decision: Decision = decisions[0]
+        arrays = case.structs(dtype)
+        cotangents = jax.eval_shape(function, **arrays) if backward else ()
+    measured = measure(function, case, arrays, cotangents, dtype, mode, timing)
+    decision = measured.decisions[0]
     return Record(
         kind="bench",
         op=op.name,
@@ -75,25 +80,39 @@ def bench_case(op: Op, case: Case, implementation: str, dtype: str, mode: Mode, 
         provenance=Provenance.here(default_device()),
         config=None if decision.launch.config is None else str(decision.launch.config),
         config_source=decision.config_source,
-        samples_s=samples,
-        metrics=metrics,
+        samples_s=measured.samples_s,
+        metrics=measured.metrics | (judge(measured.results) if judge is not None and timing.run else {}),
     )
 
 
-def _samples(run: Callable[[], Any], seconds: float) -> tuple[float, ...]:
-    def sample(calls: int) -> float:
-        began = time.perf_counter()
-        out = None
-        for _ in range(calls):
-            out = run()
-        jax.block_until_ready(out)
-        return (time.perf_counter() - began) / calls
-
-    sample(1)
-    one = min(sample(1), sample(1))
-    calls = max(1, round(_SAMPLE_SECONDS / one))
-    count = int(seconds / (calls * one))
-    return tuple(sample(calls) for _ in range(min(max(count, _LEAST_SAMPLES), _MOST_SAMPLES)))
+def measure(
+    function: Callable[..., tuple[Any, ...]],
+    case: Case,
+    arrays: Mapping[str, Any],
+    cotangents: tuple[Any, ...],
+    dtype: str,
+    mode: Mode,
+    timing: Timing,
+) -> Measured:
+    """Compile, run and time a JAX function of the case's arrays that returns the case's outputs in order."""
+    if mode == "forward+backward":
+        jitted = jax.jit(call_with_gradients(function, case))
+    else:
+        jitted = jax.jit(lambda arrays, _: dict(zip(case.outputs, function(**arrays), strict=True)))
+    if timing.run:
+        jax.block_until_ready((arrays, cotangents))
+    began = time.perf_counter()
+    with noting_decisions() as decisions:
+        compiled = jitted.lower(arrays, cotangents).compile()
+    compiled_s = time.perf_counter() - began
+    metrics: Metrics = {"compile_s": compiled_s, **_memory(compiled)}
+    if not timing.run:
+        return Measured((), metrics, tuple(decisions), {})
+    results = jax.block_until_ready(compiled(arrays, cotangents))
+    metrics["first_step_s"] = time.perf_counter() - began
+    taken = samples(lambda: compiled(arrays, cotangents), jax.block_until_ready, timing.seconds)
+    metrics |= achieved(case, taken, dtype, mode)
+    return Measured(taken, metrics, tuple(decisions), results)
 
 
 def _memory(compiled: Any) -> dict[str, int | None]:
@@ -106,8 +125,10 @@ def _memory(compiled: Any) -> dict[str, int | None]:
     return {"temp_bytes": temporary, "peak_bytes": temporary + held}
 
 
-def _achieved(work: Work, seconds: float, dtype: str, chip: Chip) -> dict[str, float | None]:
+def achieved(case: Case, samples_s: tuple[float, ...], dtype: str, mode: Mode) -> dict[str, float | None]:
     """Useful FLOP/s and bytes/s, and the fractions of the device's ceilings where those are known."""
+    work: Work = (case.work_grad if mode == "forward+backward" else case.work)(jax.numpy.dtype(dtype).itemsize)
+    chip, seconds = Chip.of(default_device()), statistics.median(samples_s)
     flops_per_s, bytes_per_s = work.flops / seconds, work.bytes / seconds
     peak_flops, peak_bytes = chip.flops_per_s(dtype), chip.bytes_per_s
     return {

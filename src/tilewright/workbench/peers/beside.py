@@ -1,0 +1,112 @@
+"""A peer in a process of its own: what it is handed, and what comes back. The other side is child.py."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.core.case import Case
+from tilewright.workbench.bench import Metrics
+from tilewright.workbench.peers.registry import Adapter, Refused
+
+_CHILD = Path(__file__).resolve().parent / "child.py"
+# fla's autotuning of one shape took up to two minutes on an H200.
+_LIMIT_SECONDS = 900.0
+_LONGEST_TEXT = 700
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a peer did."""
+
+    samples_s: tuple[float, ...]
+    metrics: Metrics
+    results: Mapping[str, np.ndarray]
+    versions: Mapping[str, str]
+    device: str
+
+
+def leave_room() -> None:
+    """Have JAX take GPU memory as it needs it, not three quarters of it at once. Before JAX has looked for devices."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def ask(
+    adapter: Adapter,
+    tensors: Path,
+    case: Case,
+    arrays: Mapping[str, jax.Array],
+    cotangents: tuple[jax.Array, ...] | None,
+    seconds: float,
+    python: str | None = None,
+    limit_s: float = _LIMIT_SECONDS,
+) -> Answer:
+    """Time one adapter on a case that it has settled. `Refused` with its error, or its last words where it crashed."""
+    with tempfile.TemporaryDirectory(prefix="tilewright-peer-") as name:
+        folder = Path(name)
+        dtypes: dict[str, str] = {}
+
+        def write(what: str, array: jax.Array) -> str:
+            np.save(folder / f"{what}.npy", _bits(array))
+            dtypes[what] = array.dtype.name
+            return what
+
+        job = {
+            "adapter": adapter.load().__file__,
+            "tensors": str(tensors),
+            "op": case.op,
+            "options": dict(case.options),
+            "arrays": [write(each, array) for each, array in arrays.items()],
+            "outputs": case.outputs,
+            "differentiable": case.differentiable,
+            "cotangents": None
+            if cotangents is None
+            else [write(f"cotangent {each}", array) for each, array in zip(case.outputs, cotangents, strict=True)],
+            "seconds": seconds,
+            "dtypes": dtypes,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        try:
+            done = subprocess.run(
+                [python or sys.executable, str(_CHILD), name],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=limit_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Refused(f"it had no answer after {limit_s:.0f} s, and was ended") from error
+        written = folder / "answer.json"
+        if not written.exists():
+            raise Refused(f"its process ended with code {done.returncode}: {_short(done.stdout)}")
+        answer = json.loads(written.read_text())
+        if "refused" in answer:
+            raise Refused(_short(answer["refused"]))
+        results = {
+            each: _from_bits(np.load(folder / f"result {each}.npy"), dtype) for each, dtype in answer["results"].items()
+        }
+    return Answer(tuple(answer["samples_s"]), answer["metrics"], results, answer["versions"], answer["device"])
+
+
+def _bits(array: jax.Array) -> np.ndarray:
+    """The array, or its bits where numpy files have no such dtype."""
+    host = np.asarray(array)
+    return host.view(np.uint16) if array.dtype == jnp.bfloat16 else host
+
+
+def _from_bits(array: np.ndarray, dtype: str) -> np.ndarray:
+    return array.view(jnp.bfloat16) if dtype == "bfloat16" else array
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_TEXT else f"... {text[-_LONGEST_TEXT:]}"

@@ -1,0 +1,99 @@
+"""A peer in a process of its own: `python child.py FOLDER` reads job.json there, and writes answer.json.
+
+It runs by path, in whichever interpreter the peer is installed for, and imports nothing of tilewright or JAX: only the
+adapter, its tensor library, and how the bench takes its samples. An error of the peer is an answer, too: its text.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+SAMPLING = Path(__file__).resolve().parent.parent / "sampling.py"
+
+
+def load_module(path: str | Path) -> ModuleType:
+    """A module by its path, under a name that nothing else has."""
+    path = Path(path)
+    spec = importlib.util.spec_from_file_location(f"_tilewright_peer_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def versions(distributions: tuple[str, ...]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """Do what job.json says; the results are written beside it, the rest is returned."""
+    job = json.loads((folder / "job.json").read_text())
+    adapter, tensors = load_module(job["adapter"]), load_module(job["tensors"])
+    tensors.check()
+    op, options = job["op"], job["options"]
+    layouts = getattr(adapter, "LAYOUTS", {}).get(op, {})
+
+    def read(name: str) -> Any:
+        return tensors.load(np.load(folder / f"{name}.npy"), job["dtypes"][name])
+
+    arrays = {name: read(name) for name in job["arrays"]}
+    for name, (there, _) in layouts.items():
+        if name in arrays:
+            arrays[name] = there(arrays[name])
+    cotangents = None if job["cotangents"] is None else [read(name) for name in job["cotangents"]]
+    step = tensors.step(lambda arrays: adapter.OPS[op](**arrays, **options), arrays, job["differentiable"], cotangents)
+    tensors.wait(None)
+
+    began = time.perf_counter()
+    outputs, gradients = step()
+    tensors.wait(outputs)
+    metrics = {"first_step_s": time.perf_counter() - began}
+    named = dict(zip(job["outputs"], outputs, strict=True))
+    for name, gradient in zip(job["differentiable"] if cotangents is not None else (), gradients, strict=True):
+        back = layouts[name][1] if name in layouts else None
+        named[f"d {name}"] = gradient if back is None else back(gradient)
+    dtypes = {}
+    for name, value in named.items():
+        array, dtypes[name] = tensors.store(value)
+        np.save(folder / f"result {name}.npy", array)
+    del outputs, gradients, named
+    metrics |= tensors.memory(step, [*arrays.values(), *(cotangents or ())])
+    taken = load_module(SAMPLING).samples(step, tensors.wait, job["seconds"])
+    return {
+        "samples_s": taken,
+        "metrics": metrics,
+        "results": dtypes,
+        "versions": versions(adapter.DISTRIBUTIONS) | tensors.toolchain(),
+        "device": tensors.device(),
+    }
+
+
+def main() -> None:
+    # Python puts this folder first; what a peer imports is never here.
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    folder = Path(sys.argv[1])
+    try:
+        answer = run(folder)
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"refused": f"{type(error).__name__}: {error}"}
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A peer's time on one case, as a record beside ours."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tilewright.core.case import Case
+from tilewright.core.records import Provenance, Record
+from tilewright.core.target import default_device
+from tilewright.workbench.bench import Metrics, Timing, achieved, measure
+from tilewright.workbench.peers.agreement import Wanted
+from tilewright.workbench.peers.beside import ask
+from tilewright.workbench.peers.child import versions
+from tilewright.workbench.peers.registry import Adapter, Peer, Refused
+
+
+def bench_peer(peer: Peer, adapter: Adapter, wanted: Wanted, timing: Timing, python: str | None = None) -> Record:
+    """Run, time and judge one adapter of a peer. `Refused` where it does not do this case, or fails at it."""
+    theirs = adapter.settle(wanted.case)
+    if peer.tensors is not None:
+        samples_s, metrics, results, found = _beside(adapter, peer.tensors, theirs, wanted, timing, python)
+    else:
+        samples_s, metrics, results, found = _inside(adapter, theirs, wanted, timing)
+    made = set(theirs.outputs)
+    lacks = [name for name in wanted.case.outputs if name not in made]
+    try:
+        metrics |= wanted.judge(results, theirs).metrics() | {"peer": True}
+    except ValueError as error:
+        raise Refused(f"its answer cannot be compared: {error}") from error
+    if lacks:
+        metrics["lacks"] = ", ".join(lacks)
+    if instead := adapter.instead(wanted.case.op):
+        metrics["instead"] = ", ".join(f"{name}={value!r}" for name, value in instead.items())
+    here = Provenance.here(default_device())
+    return Record(
+        kind="bench",
+        op=wanted.op.name,
+        implementation=adapter.name,
+        case=wanted.case.name,
+        dtype=wanted.dtype,
+        mode=wanted.mode,
+        provenance=dataclasses.replace(here, versions={**here.versions, **found}),
+        samples_s=samples_s,
+        metrics=metrics,
+    )
+
+
+_Outcome = tuple[tuple[float, ...], Metrics, Mapping[str, Any], Mapping[str, str]]
+
+
+def _beside(
+    adapter: Adapter, tensors: Path, theirs: Case, wanted: Wanted, timing: Timing, python: str | None
+) -> _Outcome:
+    cotangents = wanted.cotangents(theirs)
+    answer = ask(adapter, tensors, theirs, wanted.arrays, cotangents, timing.seconds, python)
+    metrics = dict(answer.metrics) | achieved(wanted.case, answer.samples_s, wanted.dtype, wanted.mode)
+    return answer.samples_s, metrics | {"peer_device": answer.device}, answer.results, answer.versions
+
+
+def _inside(adapter: Adapter, theirs: Case, wanted: Wanted, timing: Timing) -> _Outcome:
+    if (reason := adapter.unavailable()) is not None:
+        raise Refused(reason)
+    call = adapter.ops[theirs.op]
+    layouts = adapter.layouts(theirs.op)
+
+    def function(**arrays: Any) -> tuple[Any, ...]:
+        return call(**arrays, **theirs.options)
+
+    try:
+        arrays = {name: layouts[name][0](array) if name in layouts else array for name, array in wanted.arrays.items()}
+        cotangents = wanted.cotangents(theirs) or ()
+        if cotangents:
+            outputs = jax.eval_shape(function, **arrays)
+            cotangents = tuple(each.astype(out.dtype) for each, out in zip(cotangents, outputs, strict=True))
+        measured = measure(function, theirs, arrays, cotangents, wanted.dtype, wanted.mode, timing)
+    except Exception as error:  # Whatever a peer raises is its answer.
+        raise Refused(f"{type(error).__name__}: {_first_lines(str(error))}") from error
+    results = {name: _restored(name, value, layouts) for name, value in measured.results.items()}
+    return measured.samples_s, measured.metrics, results, versions(adapter.load().DISTRIBUTIONS)
+
+
+def _restored(name: str, value: Any, layouts: Mapping[str, tuple[Any, Callable[[Any], Any] | None]]) -> np.ndarray:
+    there_and_back = layouts.get(name.removeprefix("d ")) if name.startswith("d ") else None
+    back = None if there_and_back is None else there_and_back[1]
+    return np.asarray(value if back is None else back(value))
+
+
+def _first_lines(text: str) -> str:
+    return " ".join(text.split())[:700]

@@ -1,0 +1,80 @@
+"""Arrays, gradients and memory on torch, for `child.py`. Nothing of tilewright is imported: it may not be there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+
+Loaded = dict[str, Any]
+
+
+def check() -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} sees no CUDA device, and it is compared on a GPU only")
+
+
+def load(array: np.ndarray, dtype: str) -> Any:
+    """A tensor on the GPU. numpy has no bfloat16: such an array comes as its bits."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).cuda()
+    return torch.from_numpy(array).cuda()
+
+
+def store(tensor: Any) -> tuple[np.ndarray, str]:
+    """An array, and its dtype's name."""
+    tensor = tensor.detach().contiguous().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16), "bfloat16"
+    array = tensor.numpy()
+    return array, array.dtype.name
+
+
+def wait(_: Any) -> None:
+    torch.cuda.synchronize()
+
+
+def step(
+    function: Callable[[Loaded], tuple[Any, ...]],
+    arrays: Loaded,
+    differentiable: list[str],
+    cotangents: list[Any] | None,
+) -> Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """A call that gives the outputs and, with cotangents, the gradients of the differentiable arrays."""
+    if cotangents is None:
+
+        def forward() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            with torch.no_grad():
+                return function(arrays), ()
+
+        return forward
+    leaves = [arrays[name].requires_grad_() for name in differentiable]
+
+    def both() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs = function(arrays)
+        gradients = torch.autograd.grad(outputs, leaves, cotangents)
+        return tuple(output.detach() for output in outputs), gradients
+
+    return both
+
+
+def memory(run: Callable[[], Any], held: list[Any]) -> dict[str, int]:
+    """Of one call: `temp_bytes` beyond arguments and results, and `peak_bytes` with them."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs, gradients = run()
+    torch.cuda.synchronize()
+    made = torch.cuda.max_memory_allocated() - before
+    arguments = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    results = sum(tensor.numel() * tensor.element_size() for tensor in (*outputs, *gradients))
+    return {"temp_bytes": max(made - results, 0), "peak_bytes": made + arguments}
+
+
+def toolchain() -> dict[str, str]:
+    """The versions that no distribution has."""
+    return {"torch's CUDA": str(torch.version.cuda)}
+
+
+def device() -> str:
+    return torch.cuda.get_device_name()

@@ -1,0 +1,139 @@
+"""Which peers there are, where each is found, and which cases it can be asked."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tilewright.core.case import Case
+
+_TORCH = Path(__file__).resolve().parent / "on_torch.py"
+_PROBE = "import importlib.util as u, json, sys; print(json.dumps([u.find_spec(m) is not None for m in sys.argv[1:]]))"
+
+
+class Refused(Exception):
+    """A peer did not answer. The text is why, in its own words where it has any."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One way to call a peer; `name` stands in tables and records. See the package for what the module has."""
+
+    name: str
+    module: str
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    @property
+    def ops(self) -> Mapping[str, Callable[..., tuple[Any, ...]]]:
+        return self.load().OPS
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this device. One that runs in a process of its own finds out there."""
+        ask = getattr(self.load(), "unavailable", None)
+        return None if ask is None else ask()
+
+    def layouts(self, op: str) -> Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any] | None]]:
+        return getattr(self.load(), "LAYOUTS", {}).get(op, {})
+
+    def instead(self, op: str) -> Mapping[str, Any]:
+        return getattr(self.load(), "INSTEAD", {}).get(op, {})
+
+    def settle(self, case: Case) -> Case:
+        """The case as this adapter does it: with its outputs and options. `Refused` where it cannot."""
+        function = self.ops.get(case.op)
+        if function is None:
+            raise Refused(f"it has no {case.op}; it has {', '.join(self.ops)}")
+        instead = self.instead(case.op)
+        options = {**case.options, **instead}
+        lacks = [name for name in (*case.inputs, *options) if name not in inspect.signature(function).parameters]
+        if lacks:
+            raise Refused(f"it takes no {', '.join(lacks)}")
+        outputs = getattr(self.load(), "OUTPUTS", {}).get(case.op, case.outputs)
+        return replace(case, options=options, outputs=tuple(outputs))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library that does some of our ops."""
+
+    name: str
+    package: str
+    """What is imported of it."""
+    install: str
+    """What installs it."""
+    adapters: tuple[Adapter, ...]
+    tensors: Path | None = None
+    """For a peer in a process of its own, the module that knows its arrays: on_torch.py. None is JAX, in this process."""
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(op for adapter in self.adapters for op in adapter.ops))
+
+
+_registry: dict[str, Peer] = {}
+
+
+def register(peer: Peer) -> Peer:
+    _registry[peer.name] = peer
+    return peer
+
+
+def peers() -> Mapping[str, Peer]:
+    """Every peer, by the name that `--against` takes."""
+    return dict(_registry)
+
+
+def _adapter(name: str, stem: str) -> Adapter:
+    return Adapter(name, f"{__package__}.{stem}")
+
+
+register(Peer("fla", "fla", "pip install flash-linear-attention torch", (_adapter("fla", "with_fla"),), tensors=_TORCH))
+register(Peer("cudnn", "jax", "pip install 'jax[cuda13]'", (_adapter("cudnn", "with_cudnn"),)))
+register(
+    Peer(
+        "jax",
+        "jax",
+        "pip install jax",
+        (_adapter("jax", "with_jax_nn"), _adapter("jax:mosaic_gpu", "with_jax_mosaic_gpu")),
+    )
+)
+register(Peer("torch", "torch", "pip install torch", (_adapter("torch", "with_torch"),), tensors=_TORCH))
+register(
+    Peer("liger", "liger_kernel", "pip install liger-kernel torch", (_adapter("liger", "with_liger"),), tensors=_TORCH)
+)
+
+
+def absent(chosen: tuple[Peer, ...], python: str | None) -> dict[str, str]:
+    """Of these, the ones that are not installed, each with what would install it. Nothing of them is imported.
+
+    `python` is the interpreter to look in for those that run in a process of their own; None is this one.
+    """
+    beside = [peer for peer in chosen if peer.tensors is not None]
+    if python is None:
+        found = {peer.name: importlib.util.find_spec(peer.package) is not None for peer in beside}
+    else:
+        packages = [peer.package for peer in beside]
+        try:
+            done = subprocess.run([python, "-c", _PROBE, *packages], capture_output=True, text=True, timeout=60)
+        except OSError as error:
+            raise ValueError(
+                f"--peer-python {python} cannot be run ({error}); pass the path of an interpreter"
+            ) from error
+        if done.returncode:
+            raise ValueError(f"--peer-python {python} is not a Python that works: {done.stderr.strip()[-300:]}")
+        found = dict(zip((peer.name for peer in beside), json.loads(done.stdout), strict=True))
+    where = python or sys.executable
+    return {
+        peer.name: f"{peer.package} is not installed for {where}; there: {peer.install}"
+        for peer in beside
+        if not found[peer.name]
+    }

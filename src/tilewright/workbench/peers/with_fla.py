@@ -1,0 +1,89 @@
+"""flash-linear-attention's chunked Triton kernels. Layouts, scale and states are ours; segments are not asked of it."""
+
+from typing import Any
+
+DISTRIBUTIONS = ("fla-core", "flash-linear-attention", "torch", "triton")
+
+
+def _delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    normalize_qk: bool = False,
+) -> tuple[Any, Any]:
+    from fla.ops.delta_rule import chunk_delta_rule  # pyright: ignore[reportMissingImports]
+
+    if q.shape[2] != v.shape[2]:
+        # It would read past the heads that there are.
+        raise NotImplementedError(
+            f"chunk_delta_rule has no grouped value heads: q has {q.shape[2]} heads and v has {v.shape[2]}"
+        )
+    return chunk_delta_rule(
+        q,
+        k,
+        v,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalize_qk,
+    )
+
+
+def _gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    normalize_qk: bool = False,
+) -> tuple[Any, Any]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+    return chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalize_qk,
+    )
+
+
+def _kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    normalize_qk: bool = False,
+) -> tuple[Any, Any]:
+    from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
+
+    return chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalize_qk,
+    )
+
+
+OPS = {"delta_rule": _delta_rule, "gated_delta_rule": _gated_delta_rule, "kda": _kda}

@@ -83,6 +83,11 @@ class Accumulator:
             return plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight)
         return self.value
 
+    def wait(self, in_flight: int) -> None:
+        """Until at most so many products, the last ones issued, are in flight: the tiles of the others are read."""
+        if self.ref is not None:
+            plgpu.wgmma_wait(in_flight)
+
 
 def accumulate(sums: tuple[jax.Array, ...], add: Callable[..., None], *, interpreted: bool) -> tuple[jax.Array, ...]:
     """The sums, after `add`, which takes an accumulator for each, has issued products onto them, once all are done."""

@@ -171,6 +171,8 @@ class PallasGpuConfig:
     """Blocks of 128 rows that share the columns of w which are in the L2."""
     chunk_v: int
     """Columns of the gradients of logits that the backward stores at a time."""
+    pair: int = 2
+    """2: two thread blocks with neighbouring rows read their columns of w once for both. 1: each for itself."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.block_v, int) or self.block_v % GPU_WIDTH or not 0 < self.block_v <= _GPU_WIDEST:
@@ -184,6 +186,10 @@ class PallasGpuConfig:
             )
         if not isinstance(self.band, int) or self.band < 1:
             raise ValueError(f"band={self.band!r} must be a positive integer; use 16")
+        if self.pair not in (1, 2):
+            raise ValueError(f"pair={self.pair!r} must be 1 or 2 (thread blocks that share columns of w); use 2")
+        if self.band % self.pair:
+            raise ValueError(f"band={self.band} must be a multiple of pair={self.pair}; use {self.band + 1}, or pair=1")
         if not isinstance(self.chunk_v, int) or self.chunk_v < 1 or self.chunk_v % self.block_v:
             raise ValueError(
                 f"chunk_v={self.chunk_v!r} must be a positive multiple of block_v={self.block_v}; use {64 * self.block_v}"

@@ -51,6 +51,8 @@ class Tiles:
     block_v: int
     band: int
     stages: int
+    pair: int
+    """2: two thread blocks with neighbouring rows share what is read of w. 1: each reads its own."""
     programs: int
     interpreted: bool
 
@@ -58,8 +60,9 @@ class Tiles:
     def of(launch: Launch, n: int, h: int, v: int) -> "Tiles":
         config: PallasGpuConfig = launch.config
         num_n, num_v = pl.cdiv(n, GPU_BLOCK_N), pl.cdiv(v, config.block_v)
-        # The interpreter runs the blocks one after the other: two of them have all that many have.
+        # The interpreter runs the blocks one after the other: two of them have all that many have. It has no copies to two.
         processors = 2 if launch.interpret else launch.chip.multiprocessors
+        pair = 1 if launch.interpret or num_n % 2 else config.pair
         return Tiles(
             num_n,
             num_v,
@@ -67,7 +70,8 @@ class Tiles:
             config.block_v,
             min(config.band, num_n),
             config.stages,
-            min(processors or 1, num_n * num_v),
+            pair,
+            min((processors or pair) // pair * pair, num_n * num_v),
             launch.interpret is not None,
         )
 
@@ -82,13 +86,22 @@ class Tiles:
             column, row = jax.lax.div(rest, rows), jax.lax.rem(rest, rows)
         return first + row, column
 
+    def number(self, program: Any, done: Any) -> Any:
+        """The tile that a program takes after it has done so many: those of a pair follow each other."""
+        if self.pair == 1:
+            return program + done * self.programs
+        return program * self.pair + jax.lax.axis_index("peer") + done * self.programs
+
     def scratch(self, dtype: Any) -> tuple[Any, ...]:
         """The ring of x, the ring of w, and for each of their slots: it has arrived, it is free."""
         return (
             tile(self.stages, GPU_BLOCK_N, GPU_BLOCK_H, dtype=dtype),
             tile(self.stages, GPU_BLOCK_H, self.block_v, dtype=dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
-            plgpu.Barrier(num_arrivals=GPU_WORKERS, num_barriers=self.stages),
+            # A slot is free once both of a pair have read theirs.
+            plgpu.Barrier(num_arrivals=GPU_WORKERS, num_barriers=self.stages)
+            if self.pair == 1
+            else plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=GPU_WORKERS, num_barriers=self.stages),
         )
 
 
@@ -108,7 +121,9 @@ def for_each_tile(
     x_ring, w_ring, arrived, free = ring
     worker, program = jax.lax.axis_index("worker"), jax.lax.axis_index("program")
     block_v = tiles.block_v
-    mine = jax.lax.div(tiles.num_n * tiles.num_v - 1 - program, jnp.int32(tiles.programs)) + 1
+    share = "peer" if tiles.pair > 1 else None
+    # As many tiles for both of a pair: the number of all is even, and so is the number of programs.
+    mine = jax.lax.div(tiles.num_n * tiles.num_v - 1 - program * tiles.pair, jnp.int32(tiles.programs)) + 1
 
     def slot_of(number: Any) -> Any:
         return jax.lax.rem(number, jnp.int32(tiles.stages))
@@ -119,7 +134,7 @@ def for_each_tile(
         rows = pl.ds(worker * GPU_ROWS, GPU_ROWS)
 
         def one_tile(done: Any, carry: tuple[()]) -> tuple[()]:
-            finisher = finish(worker, *tiles.locate(program + done * tiles.programs))
+            finisher = finish(worker, *tiles.locate(tiles.number(program, done)))
             before = done * tiles.steps
 
             def step(n: Any, sums: tuple[Accumulator, ...]) -> None:
@@ -134,9 +149,7 @@ def for_each_tile(
                 def _free():
                     plgpu.barrier_arrive(free.at[slot_of(before + n - 1)])
 
-            (logits,) = loop_with_sums(
-                ((GPU_ROWS, block_v),), [(0, tiles.steps, step)], interpreted=tiles.interpreted
-            )
+            (logits,) = loop_with_sums(((GPU_ROWS, block_v),), [(0, tiles.steps, step)], interpreted=tiles.interpreted)
             plgpu.barrier_arrive(free.at[slot_of(before + tiles.steps - 1)])
             finisher(logits)
             return carry
@@ -149,7 +162,7 @@ def for_each_tile(
         plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
 
         def one_tile(done: Any, carry: tuple[()]) -> tuple[()]:
-            i, j = tiles.locate(program + done * tiles.programs)
+            i, j = tiles.locate(tiles.number(program, done))
             x_rows = pl.ds(i * GPU_BLOCK_N, GPU_BLOCK_N)
             columns = pl.ds(first_column + j * block_v, block_v)
 
@@ -162,12 +175,18 @@ def for_each_tile(
                     plgpu.barrier_wait(free.at[slot])
 
                 plgpu.copy_gmem_to_smem(x_ref.at[x_rows, part], x_ring.at[slot], arrived.at[slot])
-                plgpu.copy_gmem_to_smem(w_ref.at[part, columns], w_ring.at[slot], arrived.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    w_ref.at[part, columns], w_ring.at[slot], arrived.at[slot], collective_axes=share
+                )
                 return carry
 
             return jax.lax.fori_loop(0, tiles.steps, fetch, carry)
 
         jax.lax.fori_loop(0, mine, one_tile, ())
+        if share:
+            # The peer still says that it has read: a block must not end before.
+            for slot in range(tiles.stages):
+                pl.when(mine * tiles.steps > slot)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
 def tile_kernel(
@@ -184,14 +203,13 @@ def tile_kernel(
     return plgpu.kernel(
         functools.partial(body, tiles=tiles, **static),
         out_type=out_type,
-        grid=(tiles.programs,),
+        grid=(tiles.programs // tiles.pair,),
         grid_names=("program",),
+        **({"cluster": (tiles.pair,), "cluster_names": ("peer",)} if tiles.pair > 1 else {}),
         num_threads=GPU_WORKERS + 1,
         thread_name="worker",
         scratch_types=scratch_types,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=gpu_interpret_params(launch.interpret),
         kernel_name=name,
     )

@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.axes import PerRow, RowLabels, Rows, Unembedding
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import not_hopper, padded
+from tilewright.core.hopper import padded, refusal
 from tilewright.core.manual_axes import output_like
 from tilewright.ops.linear_cross_entropy.config import GPU_BLOCK_N, GPU_ROWS, GPU_WORKERS, PallasGpuConfig
 from tilewright.ops.linear_cross_entropy.gpu_tiles import (
@@ -69,14 +69,7 @@ def unsupported_reason(
     launch: Launch, x: Rows, w: Unembedding, labels: RowLabels, *, soft_cap: float | None
 ) -> str | None:
     del w, labels, soft_cap
-    if (reason := not_hopper(launch.chip)) is not None:
-        return reason
-    if x.dtype != jnp.bfloat16:
-        return (
-            f"x is {jnp.dtype(x.dtype).name}, and it multiplies bfloat16 only (Hopper's matrix unit would round float32 to "
-            f"10 bits); pass x and w as bfloat16, or use implementation='xla'"
-        )
-    return launch.config.misfit(launch.chip)
+    return refusal(launch.chip, x, ("x", "w")) or launch.config.misfit(launch.chip)
 
 
 def _forward_kernel(

@@ -73,7 +73,10 @@ def _gradient_kernel(
             if with_care:
                 labels = of_row(load_rows(labels_ref.at[rows]), part_shape)
                 label_factor = of_row(load_rows(rows_ref.at[_LABEL_FACTOR, rows]), part_shape)
-            for part in range(tiles.block_v // GPU_WIDTH):
+            parts = tiles.block_v // GPU_WIDTH
+            # A chunk is whole parts, not whole blocks; the last block of the vocabulary is special if it is not whole.
+            ragged = with_care and width % tiles.block_v != 0
+            for part in range(parts):
 
                 def one_part(part: int = part) -> None:
                     columns = slice(part * GPU_WIDTH, (part + 1) * GPU_WIDTH)
@@ -94,11 +97,13 @@ def _gradient_kernel(
                     at = pl.ds(j * tiles.block_v + part * GPU_WIDTH, GPU_WIDTH)
                     plgpu.copy_smem_to_gmem(staged, out_ref.at[rows, at])
 
-                # A chunk is whole parts, not whole blocks; the last block of the vocabulary is special if it is not whole.
-                if with_care and width % tiles.block_v:
+                if ragged:
                     pl.when(j * tiles.block_v + part * GPU_WIDTH < width)(one_part)
                 else:
                     one_part()
+            if ragged or parts % _STAGED:
+                # The next tile begins with the stage that this one may have ended with.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def finisher(products: jax.Array) -> None:
             pl.when(special == 0)(lambda: differentiate(products, with_care=False))

@@ -24,8 +24,10 @@ _GPU_WIDEST = 256
 # The backward's two stages for a part of a tile, a warpgroup each; the forward needs less.
 _GPU_STAGED_BYTES = 2 * GPU_WORKERS * GPU_ROWS * GPU_WIDTH * _BFLOAT16_BYTES
 _GPU_SMEM_SLACK = 1024  # Barriers, and what aligning takes.
-# The gradients of a chunk of logits. It bounds the temporary memory.
-_GPU_CHUNK_BYTES = 512 * MIB
+# The gradients of a chunk of logits. It bounds the temporary memory: all of it is under 1 GiB for N8192 H4096.
+_GPU_CHUNK_BYTES = 320 * MIB
+# Blocks of columns that fill 132 multiprocessors whole, in the kernel (64 blocks of rows) and in dw (16 of H, at 2,048).
+_GPU_FULL_WAVE = 33
 
 # A tile of logits in the xla version, float32. It bounds the temporary memory. H200, N8192 H2048 V151936 bf16, forward
 # and backward: 64 MiB 41.4 ms, 128 MiB 41.1, 256 MiB 40.6, 512 MiB 41.6; half the rows at the same size 46.4.
@@ -211,9 +213,10 @@ class PallasGpuConfig:
 
     @staticmethod
     def for_shape(n: int, v: int) -> "PallasGpuConfig":
-        """The widest tile and as many stages as fit; chunks of equal size, 512 MiB of gradients at most."""
+        """The widest tile and as many stages as fit; chunks that fill the GPU, 320 MiB of gradients at most."""
         block_v = _GPU_WIDEST
         whole_n, blocks = -(-n // GPU_BLOCK_N) * GPU_BLOCK_N, -(-v // block_v)
         most = max(1, _GPU_CHUNK_BYTES // (whole_n * block_v * _BFLOAT16_BYTES))
-        chunks = -(-blocks // most)
-        return PallasGpuConfig(block_v=block_v, stages=4, band=16, chunk_v=-(-blocks // chunks) * block_v)
+        if most < blocks and most > _GPU_FULL_WAVE:
+            most -= most % _GPU_FULL_WAVE
+        return PallasGpuConfig(block_v=block_v, stages=4, band=16, chunk_v=min(most, blocks) * block_v)

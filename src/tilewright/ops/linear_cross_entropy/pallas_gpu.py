@@ -128,7 +128,7 @@ def _forward(
     block_v = launch.config.block_v
     labels = padded(labels, 0, GPU_BLOCK_N)
     x_whole, w_whole = padded_operands(x, w)
-    tiles = Tiles.of(launch, *x_whole.shape, v)
+    tiles = Tiles.of(launch, x_whole.shape[0], x_whole.shape[1], v)
     out = tile_kernel(
         _forward_kernel,
         tiles,

@@ -70,9 +70,12 @@ def _gradient_kernel(
         highest, factor = (load_rows(rows_ref.at[which, rows]) for which in (_HIGHEST, _FACTOR))
 
         def differentiate(products: jax.Array, *, with_care: bool) -> None:
+            label = []  # The labels and d_nll, along the rows.
             if with_care:
-                labels = of_row(load_rows(labels_ref.at[rows]), part_shape)
-                label_factor = of_row(load_rows(rows_ref.at[_LABEL_FACTOR, rows]), part_shape)
+                label = [
+                    of_row(load_rows(ref), part_shape)
+                    for ref in (labels_ref.at[rows], rows_ref.at[_LABEL_FACTOR, rows])
+                ]
             parts = tiles.block_v // GPU_WIDTH
             # A chunk is whole parts, not whole blocks; the last block of the vocabulary is special if it is not whole.
             ragged = with_care and width % tiles.block_v != 0
@@ -84,7 +87,7 @@ def _gradient_kernel(
                     gradient = of_row(factor, part_shape) * jnp.exp2(logits * per_nat - of_row(highest, part_shape))
                     if with_care:
                         column = columns_of(part_shape, (first_block + j) * tiles.block_v + part * GPU_WIDTH)
-                        gradient = gradient - jnp.where(column == labels, label_factor, 0.0)
+                        gradient = gradient - jnp.where(column == label[0], label[1], 0.0)
                         # Past the end a logit is 0, which may be anything beside the others.
                         gradient = jnp.where(column < vocabulary, gradient, 0.0)
                     if slope is not None:
@@ -147,7 +150,7 @@ def backward(
     dw = vary_over(jnp.zeros(w_whole.shape, w.dtype), varying_axes(x))
     for start in range(0, whole_v, config.chunk_v):
         width = min(config.chunk_v, whole_v - start)
-        tiles = Tiles.of(launch, *x_whole.shape, width)
+        tiles = Tiles.of(launch, whole_n, x_whole.shape[1], width)
         # One chunk at a time: the next one's gradients take the place of these.
         x_whole, w_whole, dx, dw = jax.lax.optimization_barrier((x_whole, w_whole, dx, dw))
         gradients = tile_kernel(

@@ -123,6 +123,10 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
+def _columns_of_dw(x: jax.Array, gradients: jax.Array) -> jax.Array:
+    return _product(x, gradients, (0, 0)).astype(x.dtype)  # [H, width]
+
+
 def backward(
     x: jax.Array,
     w: jax.Array,
@@ -146,13 +150,9 @@ def backward(
     whole_n, whole_v = x_whole.shape[0], w_whole.shape[1]
     staged = tile(GPU_WORKERS, _STAGED, GPU_ROWS, GPU_WIDTH, dtype=x.dtype)
 
-    dx = vary_over(jnp.zeros(x_whole.shape, jnp.float32), varying_axes(x))
-    dw = vary_over(jnp.zeros(w_whole.shape, w.dtype), varying_axes(x))
-    for start in range(0, whole_v, config.chunk_v):
-        width = min(config.chunk_v, whole_v - start)
+    def add_chunk(first_block: Any, width: int, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dx, dw = sums  # [N, H] float32, [H, V]
         tiles = Tiles.of(launch, whole_n, x_whole.shape[1], width)
-        # One chunk at a time: the next one's gradients take the place of these.
-        x_whole, w_whole, dx, dw = jax.lax.optimization_barrier((x_whole, w_whole, dx, dw))
         gradients = tile_kernel(
             _gradient_kernel,
             tiles,
@@ -162,9 +162,23 @@ def backward(
             name="linear_cross_entropy_backward",
             vocabulary=v,
             soft_cap=soft_cap,
-        )(x_whole, w_whole, labels, special, rows, jnp.full((1,), start // config.block_v, jnp.int32))
-        w_chunk = jax.lax.slice_in_dim(w_whole, start, start + width, axis=1)  # [H, width]
-        dx = dx + _product(gradients, w_chunk, (1, 1))  # [N, H]
-        dw_chunk = _product(x_whole, gradients, (0, 0)).astype(w.dtype)  # [H, width]
-        dw = jax.lax.dynamic_update_slice_in_dim(dw, dw_chunk, start, axis=1)
+        )(x_whole, w_whole, labels, special, rows, jnp.reshape(first_block, (1,)))  # [N, width]
+        start = first_block * config.block_v
+        w_chunk = jax.lax.dynamic_slice_in_dim(w_whole, start, width, axis=1)  # [H, width]
+        dw = jax.lax.dynamic_update_slice_in_dim(dw, _columns_of_dw(x_whole, gradients), start, axis=1)
+        return dx + _product(gradients, w_chunk, (1, 1)), dw
+
+    # A loop: one chunk's gradients take the place of the last one's, and there is one kernel to compile, or two.
+    axes = varying_axes(x)
+    sums = (
+        vary_over(jnp.zeros(x_whole.shape, jnp.float32), axes),
+        vary_over(jnp.zeros(w_whole.shape, w.dtype), axes),
+    )
+    whole, rest = divmod(whole_v, config.chunk_v)
+    blocks = jnp.int32(config.chunk_v // config.block_v)
+    if whole:
+        sums = jax.lax.fori_loop(0, whole, lambda n, sums: add_chunk(n * blocks, config.chunk_v, sums), sums)
+    if rest:
+        sums = add_chunk(whole * blocks, rest, sums)
+    dx, dw = sums
     return dx[:n, :h].astype(x.dtype), dw[:h, :v]

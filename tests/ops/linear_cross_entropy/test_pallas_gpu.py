@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
 from tests.ops.contract import able_to_run
@@ -155,6 +156,28 @@ def test_the_kernels_lower_without_a_gpu() -> None:
             struct((300, 256), "bfloat16"), struct((256, 2500), "bfloat16"), struct((300,), "int32")
         )
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 3
+
+
+def test_the_kernels_are_traced_inside_shard_map(cpu_devices: list) -> None:
+    """Rows over four devices: the sums of the loop over chunks vary as the rows do."""
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,), devices=cpu_devices[:4])
+    split, whole = PartitionSpec("rows"), PartitionSpec()
+    struct = jax.ShapeDtypeStruct
+
+    def total(x, w, labels):
+        config = PallasGpuConfig(256, 4, 16, 256)
+        loss = linear_cross_entropy(x, w, labels, reduction="sum", implementation="pallas_gpu", config=config)
+        return jax.lax.psum(loss, "rows")
+
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=(split, whole, split), out_specs=whole)
+    with tilewright.target("h200"):
+        dx, dw = jax.eval_shape(
+            jax.grad(sharded, (0, 1)),
+            struct((512, 128), "bfloat16"),
+            struct((128, 700), "bfloat16"),
+            struct((512,), "int32"),
+        )
+    assert (dx.shape, dw.shape) == ((512, 128), (128, 700))
 
 
 @pytest.mark.parametrize(

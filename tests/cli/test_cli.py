@@ -33,8 +33,9 @@ def test_ops_names_the_choice_and_why_not_the_others() -> None:
 def test_check_passes_and_shows_errors_with_their_bounds() -> None:
     done = tilewright("check", "linear_cross_entropy", "--case", "odd")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "24 of 24 within bounds" in done.stdout
-    assert "In the interpreter, since this device cannot run it: pallas_tpu." in done.stdout
+    assert "28 of 28 within bounds" in done.stdout
+    assert "In the interpreter, since this device cannot run it: pallas_tpu, pallas_gpu." in done.stdout
+    assert "pallas_gpu does not take float32." in done.stdout
     for word in ("max error", "bound", "mean error", "relative", "logsumexp", "d w"):
         assert word in done.stdout
 

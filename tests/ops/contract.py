@@ -23,7 +23,7 @@ import tilewright
 from tilewright.core.dispatch import Op, find_op
 from tilewright.core.numerics import judge
 from tilewright.core.target import finding_races
-from tilewright.workbench.check import DTYPES, CaseCheck, call, call_with_gradients, needs_interpreter
+from tilewright.workbench.check import DTYPES, CaseCheck, call, call_with_gradients, dtypes_taken, needs_interpreter
 
 
 @functools.cache
@@ -72,7 +72,7 @@ class OpContract:
     @classmethod
     def dtypes(cls, implementation: str | None) -> tuple[str, ...]:
         """What an implementation takes: its module's `DTYPES`, where it does not take all."""
-        return DTYPES if implementation is None else getattr(cls.op().module(implementation), "DTYPES", DTYPES)
+        return DTYPES if implementation is None else dtypes_taken(cls.op(), implementation)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Every case, implementation and dtype that a test asks for.

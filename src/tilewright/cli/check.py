@@ -10,7 +10,14 @@ from tilewright.cli.screen import arguments, console, progress_bar, split_names
 from tilewright.cli.ship import runs_elsewhere
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op, find_op
 from tilewright.core.target import RaceDetected
-from tilewright.workbench.check import DTYPES, CaseCheck, Checked, check_implementation, needs_interpreter
+from tilewright.workbench.check import (
+    DTYPES,
+    CaseCheck,
+    Checked,
+    check_implementation,
+    dtypes_taken,
+    needs_interpreter,
+)
 
 
 def _settle(
@@ -33,7 +40,7 @@ def check(
     op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
     implementation: Annotated[str | None, typer.Option(help="Comma-separated; all unless told.")] = None,
     case: Annotated[str | None, typer.Option(help="Comma-separated; the small cases unless told, or `all`.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16; both unless told.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16; what it takes unless told.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs and cotangents.")] = 0,
     races: Annotated[
         bool, typer.Option("--races", help="Run kernels in their interpreters, and look for data races there.")
@@ -48,6 +55,8 @@ def check(
     with arguments():
         found, implementations, cases, dtypes = _settle(op, implementation, case, dtype, races=races)
 
+    # A dtype that was named is tried, and refused with the reason; otherwise an implementation is asked for what it takes.
+    taken = {name: dtypes if dtype else dtypes_taken(found, name) for name in implementations}
     results: list[Checked] = []
     raced: dict[str, str] = {}
     with progress_bar() as bar:
@@ -58,7 +67,8 @@ def check(
                 for name in implementations:
                     bar.update(task, description=f"{case_name} {dtype_name} {name}")
                     try:
-                        results += check_implementation(held, name, races=races)
+                        if dtype_name in taken[name]:
+                            results += check_implementation(held, name, races=races)
                     except RaceDetected as error:
                         raced[f"{name} {case_name} {dtype_name}"] = str(error)
                     bar.advance(task)
@@ -76,6 +86,9 @@ def check(
     if interpreted:
         why = "with race detection" if races else "since this device cannot run it"
         console().print(f"In the interpreter, {why}: {', '.join(interpreted)}.")
+    for name, those in taken.items():
+        if left_out := [dtype_name for dtype_name in dtypes if dtype_name not in those]:
+            console().print(f"{name} does not take {' or '.join(left_out)}.")
     console().print(f"{len(results) - len(misses)} of {len(results)} within bounds.")
     for miss in misses:
         what = f"{miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {miss.verdict}"

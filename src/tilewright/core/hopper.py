@@ -19,8 +19,11 @@ _HOPPER = (9, 0)
 _SWIZZLE_BYTES = 128
 
 
-def refusal(chip: Chip, q: Any) -> str | None:
-    """Why a kernel of bfloat16 products on Hopper cannot run on a chip, or take q and what is of its dtype; or None."""
+def refusal(chip: Chip, q: Any, names: tuple[str, ...] = ("q", "k", "v")) -> str | None:
+    """Why a kernel of bfloat16 products on Hopper cannot run on a chip, or take q and what is of its dtype; or None.
+
+    `names` are those of the arrays that are of that dtype, q's first.
+    """
     if chip.compute_capability != _HOPPER:
         has = "an unknown one" if chip.compute_capability is None else ".".join(map(str, chip.compute_capability))
         return (
@@ -29,8 +32,8 @@ def refusal(chip: Chip, q: Any) -> str | None:
         )
     if q.dtype != jnp.bfloat16:
         return (
-            f"q is {jnp.dtype(q.dtype).name}, and it multiplies bfloat16 only (Hopper's matrix unit would round float32 to "
-            f"10 bits); pass q, k and v as bfloat16, or use implementation='xla'"
+            f"{names[0]} is {jnp.dtype(q.dtype).name}, and it multiplies bfloat16 only (Hopper's matrix unit would round "
+            f"float32 to 10 bits); pass {', '.join(names[:-1])} and {names[-1]} as bfloat16, or use implementation='xla'"
         )
     return None
 
@@ -82,6 +85,11 @@ class Accumulator:
         if self.ref is not None:
             return plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight)
         return self.value
+
+    def wait(self, in_flight: int) -> None:
+        """Until at most so many products, the last ones issued, are in flight: the tiles of the others are read."""
+        if self.ref is not None:
+            plgpu.wgmma_wait(in_flight)
 
 
 def accumulate(sums: tuple[jax.Array, ...], add: Callable[..., None], *, interpreted: bool) -> tuple[jax.Array, ...]:

@@ -109,6 +109,11 @@ class CaseCheck:
         ]
 
 
+def dtypes_taken(op: Op, implementation: str) -> tuple[str, ...]:
+    """The inputs' dtypes that an implementation takes: its module's `DTYPES`, where it does not take all."""
+    return getattr(op.module(implementation), "DTYPES", DTYPES)
+
+
 def needs_interpreter(implementation: str) -> bool:
     """Whether this machine can run the implementation only in an interpreter."""
     platform = KERNEL_PLATFORM.get(implementation)

@@ -19,7 +19,7 @@ OP = register(
     Op(
         name="linear_cross_entropy",
         family="tilewright.ops.linear_cross_entropy",
-        implementations=("pallas_tpu", "xla", "reference"),
+        implementations=("pallas_tpu", "pallas_gpu", "xla", "reference"),
     )
 )
 
@@ -56,7 +56,7 @@ def linear_cross_entropy(
       reduction: "none" gives [...]; "sum" and "mean" a scalar. The mean is over the weights of the tokens that count:
         sum(loss) / sum(weights). With nothing that counts it is 0.
       return_logsumexp: also return logsumexp [...] of every token, ignored ones too. Gradients flow through it.
-      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
       config: block sizes, a config of the implementation (tilewright.ops.linear_cross_entropy.config).
 
     Returns:

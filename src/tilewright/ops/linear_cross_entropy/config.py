@@ -2,7 +2,7 @@
 
 `PallasTpuConfig` has a pair for each of its three kernels. In each kernel one axis stays in VMEM while the other streams
 past it: rows in the forward and the dx kernel, vocabulary in the dw kernel. What stays is as large as fits, since what
-streams is read from HBM once for each block that stays.
+streams is read from HBM once for each block that stays. `PallasGpuConfig` has one tile of logits for both of its kernels.
 """
 
 import dataclasses
@@ -12,6 +12,22 @@ from dataclasses import dataclass
 from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
 
 _FLOAT32_BYTES = 4
+_BFLOAT16_BYTES = 2
+
+# Hopper: a product of a warpgroup has 64 rows and up to 256 columns; a row of shared memory is 64 of bfloat16.
+GPU_ROWS = 64
+GPU_WIDTH = 64
+GPU_WORKERS = 2
+GPU_BLOCK_N = GPU_WORKERS * GPU_ROWS
+GPU_BLOCK_H = 64
+_GPU_WIDEST = 256
+# The backward's two stages for a part of a tile, a warpgroup each; the forward needs less.
+_GPU_STAGED_BYTES = 2 * GPU_WORKERS * GPU_ROWS * GPU_WIDTH * _BFLOAT16_BYTES
+_GPU_SMEM_SLACK = 1024  # Barriers, and what aligning takes.
+# The gradients of a chunk of logits. It bounds the temporary memory: all of it is under 1 GiB for N8192 H4096.
+_GPU_CHUNK_BYTES = 320 * MIB
+# Blocks of columns that fill 132 multiprocessors whole, in the kernel (64 blocks of rows) and in dw (16 of H, at 2,048).
+_GPU_FULL_WAVE = 33
 
 # A tile of logits in the xla version, float32. It bounds the temporary memory. H200, N8192 H2048 V151936 bf16, forward
 # and backward: 64 MiB 41.4 ms, 128 MiB 41.1, 256 MiB 40.6, 512 MiB 41.6; half the rows at the same size 46.4.
@@ -141,3 +157,66 @@ class PallasTpuConfig:
             **fit("dx", rows_stay, "_dx"),
             **fit("dw", columns_stay, "_dw"),
         )
+
+
+@dataclass(frozen=True)
+class PallasGpuConfig:
+    """The tile of logits, in what order tiles are made, and how many gradients of logits exist at a time.
+
+    A tile has 128 rows and `block_v` columns and is summed over H in steps of 64.
+    """
+
+    block_v: int
+    stages: int
+    """Steps of 64 of H in shared memory."""
+    band: int
+    """Blocks of 128 rows that share the columns of w which are in the L2."""
+    chunk_v: int
+    """Columns of the gradients of logits that the backward stores at a time."""
+    pair: int = 2
+    """2: two thread blocks with neighbouring rows read their columns of w once for both. 1: each for itself."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block_v, int) or self.block_v % GPU_WIDTH or not 0 < self.block_v <= _GPU_WIDEST:
+            raise ValueError(
+                f"block_v={self.block_v!r} must be a multiple of {GPU_WIDTH}, {_GPU_WIDEST} at most (a product's columns); "
+                f"use {_GPU_WIDEST}, or implementation='xla'"
+            )
+        if not isinstance(self.stages, int) or self.stages < 2:
+            raise ValueError(
+                f"stages={self.stages!r} must be 2 or more: a copy runs while the step before is used; use 4"
+            )
+        if not isinstance(self.band, int) or self.band < 1:
+            raise ValueError(f"band={self.band!r} must be a positive integer; use 16")
+        if self.pair not in (1, 2):
+            raise ValueError(f"pair={self.pair!r} must be 1 or 2 (thread blocks that share columns of w); use 2")
+        if self.band % self.pair:
+            raise ValueError(f"band={self.band} must be a multiple of pair={self.pair}; use {self.band + 1}, or pair=1")
+        if not isinstance(self.chunk_v, int) or self.chunk_v < 1 or self.chunk_v % self.block_v:
+            raise ValueError(
+                f"chunk_v={self.chunk_v!r} must be a positive multiple of block_v={self.block_v}; use {64 * self.block_v}"
+            )
+
+    def smem_bytes(self) -> int:
+        """An estimate of the shared memory that the backward's kernel needs, the larger of the two."""
+        step = GPU_BLOCK_H * (GPU_BLOCK_N + self.block_v) * _BFLOAT16_BYTES
+        return self.stages * step + _GPU_STAGED_BYTES + _GPU_SMEM_SLACK
+
+    def misfit(self, chip: Chip) -> str | None:
+        """Why a kernel of this config does not fit the chip's shared memory, or None."""
+        if chip.smem_bytes is None or self.smem_bytes() <= chip.smem_bytes:
+            return None
+        return (
+            f"its backward kernel needs about {self.smem_bytes() // 1024} KiB of shared memory with {self}, and a block of "
+            f"a {chip.name} has {chip.smem_bytes // 1024}; use a smaller block_v or stages, or implementation='xla'"
+        )
+
+    @staticmethod
+    def for_shape(n: int, v: int) -> "PallasGpuConfig":
+        """The widest tile and as many stages as fit; chunks that fill the GPU, 320 MiB of gradients at most."""
+        block_v = _GPU_WIDEST
+        whole_n, blocks = -(-n // GPU_BLOCK_N) * GPU_BLOCK_N, -(-v // block_v)
+        most = max(1, _GPU_CHUNK_BYTES // (whole_n * block_v * _BFLOAT16_BYTES))
+        if most < blocks and most > _GPU_FULL_WAVE:
+            most -= most % _GPU_FULL_WAVE
+        return PallasGpuConfig(block_v=block_v, stages=4, band=16, chunk_v=min(most, blocks) * block_v)

@@ -1,0 +1,237 @@
+"""What only the Hopper kernels have: their tiles, chunks and limits, and that they lower for a GPU where there is none."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import tilewright
+from tests.ops.contract import able_to_run
+from tilewright import linear_cross_entropy
+from tilewright.core.chip import MIB, Chip
+from tilewright.core.dispatch import Launch, find_op
+from tilewright.ops.linear_cross_entropy.cases import _case
+from tilewright.ops.linear_cross_entropy.config import PallasGpuConfig
+from tilewright.ops.linear_cross_entropy.gpu_tiles import Tiles, special_tiles
+from tilewright.workbench.check import CaseCheck
+
+NARROW = PallasGpuConfig(block_v=128, stages=2, band=2, chunk_v=256)
+
+
+def draw(n: int = 12, h: int = 16, v: int = 40, seed: int = 0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (n, h)).astype(jnp.bfloat16)
+    w = (0.5 * jax.random.normal(keys[1], (h, v))).astype(jnp.bfloat16)
+    return x, w, jax.random.randint(keys[2], (n,), 0, v)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Three blocks of rows in bands of two; chunks of two blocks of columns, the last of half one; the ring goes round.
+        _case("bands", 300, 200, 320, ignored=0.1, z_loss=1e-2),
+        _case("one_row", 1, 8, 1, soft_cap=3.0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_many_small_tiles_meet_the_oracle(case) -> None:
+    held = CaseCheck(find_op("linear_cross_entropy"), case, "bfloat16")
+    with able_to_run("pallas_gpu"):
+        results = held.check("pallas_gpu", config=NARROW)
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+
+
+def test_labels_that_are_ignored_or_out_of_range() -> None:
+    """-100 counts nothing; any other label outside the vocabulary is NaN in its row, and in no other."""
+    x, w, labels = draw()
+    labels = labels.at[5].set(-100).at[3].set(40)
+
+    def run(x):
+        return linear_cross_entropy(x, w, labels, implementation="pallas_gpu", config=NARROW)
+
+    with able_to_run("pallas_gpu"):
+        loss, dx = jax.jit(lambda x: (run(x), jax.vjp(run, x)[1](jnp.ones(12))[0]))(x)
+    others = np.arange(12) != 3
+    assert np.isnan(loss[3])
+    assert np.all(np.isnan(np.asarray(dx[3], np.float32)))
+    assert loss[5] == 0
+    assert np.all(np.asarray(dx[5], np.float32) == 0)
+    assert np.all(np.isfinite(np.asarray(loss)[others]))
+    assert np.all(np.isfinite(np.asarray(dx, np.float32)[others]))
+
+
+@pytest.mark.parametrize("offset", [-90.0, 90.0])
+def test_padding_beside_logits_that_are_all_far_from_zero(offset: float) -> None:
+    """Columns past V have logits of 0, which must count nothing where all others are near -1,000 or 1,000."""
+    x, w, labels = draw(v=70)
+    x, w = x.at[:, 0].set(12.0), w.at[0].set(offset)
+    config = PallasGpuConfig(128, 2, 2, 128)
+
+    def run(x, w, implementation, config=None):
+        return linear_cross_entropy(x, w, labels, reduction="sum", implementation=implementation, config=config)
+
+    with able_to_run("pallas_gpu"):
+        got, gradients = jax.jit(jax.value_and_grad(lambda x, w: run(x, w, "pallas_gpu", config), (0, 1)))(x, w)
+    expected, wanted = jax.value_and_grad(lambda x, w: run(x, w, "xla"), (0, 1))(x, w)
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    for one, other in zip(gradients, wanted, strict=True):
+        # Not the first column of dx, which is a sum of large numbers that cancel.
+        one, other = (np.asarray(gradient, np.float32)[:, 1:] for gradient in (one, other))
+        np.testing.assert_allclose(one, other, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("n", "v", "band", "pair"), [(300, 700, 2, 1), (1024, 1000, 4, 2), (128, 64, 16, 2), (640, 300, 16, 2)]
+)
+def test_every_tile_is_made_once_by_a_pair_in_step(n: int, v: int, band: int, pair: int) -> None:
+    config = PallasGpuConfig(128, 2, band, 128, pair)
+    tiles = Tiles.of(Launch(Chip.named("h200"), config, None), n, 64, v)
+    every = tiles.num_n * tiles.num_v
+    made = [tuple(map(int, tiles.locate(jnp.int32(number)))) for number in range(every)]
+    assert sorted(made) == list(itertools.product(range(tiles.num_n), range(tiles.num_v)))
+    assert tiles.programs % tiles.pair == 0
+    assert every % tiles.pair == 0
+    # The two of a pair have the same columns.
+    assert all(made[t][1] == made[t + tiles.pair - 1][1] for t in range(0, every, tiles.pair))
+
+
+def test_the_tiles_that_need_care_are_those_with_a_label_and_the_last() -> None:
+    labels = jnp.array([0] * 64 + [130] * 63 + [299], jnp.int32)
+    np.testing.assert_array_equal(special_tiles(labels, 300, 128), [[1, 0, 1], [0, 1, 1]])
+    np.testing.assert_array_equal(special_tiles(labels, 384, 128), [[1, 0, 0], [0, 1, 1]])
+
+
+def _largest_arrays(function, *structs) -> set[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every array of more than 64 MiB that the function makes."""
+    found = set()
+
+    def walk(jaxpr) -> None:
+        for equation in jaxpr.eqns:
+            for variable in equation.outvars:
+                aval = variable.aval
+                if getattr(aval, "size", 0) * getattr(getattr(aval, "dtype", None), "itemsize", 0) > 2**26:
+                    found.add((aval.shape, aval.dtype.name))
+            for value in equation.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(jax.make_jaxpr(function)(*structs).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize(("n", "h", "v"), [(8192, 2048, 151936), (8192, 4096, 128256), (32768, 1024, 50257)])
+def test_the_backward_stores_a_chunk_of_gradients_only(n: int, h: int, v: int) -> None:
+    """Beside w, dw, what is cut out of them, dx and 12 bytes for a row of a tile: one array, of 320 MiB at most."""
+    struct = jax.ShapeDtypeStruct
+
+    def loss(x, w, labels):
+        return linear_cross_entropy(x, w, labels, reduction="mean")
+
+    with tilewright.target("h200"):
+        arrays = _largest_arrays(
+            jax.grad(loss, (0, 1)), struct((n, h), "bfloat16"), struct((h, v), "bfloat16"), struct((n,), "int32")
+        )
+    gradients = {shape for shape, dtype in arrays if shape[0] == n and shape != (n, h)}
+    assert gradients
+    assert all(2 * shape[0] * shape[1] <= 320 * MIB for shape in gradients)
+    whole, statistics = -(-v // 64) * 64, (-(-v // 256), 3, n)
+    known = {(n, h), statistics} | {(h, width) for width in range(64, whole + 1)}
+    assert {shape for shape, _ in arrays} - gradients <= known
+
+
+def test_the_kernels_lower_without_a_gpu() -> None:
+    """A kernel forward; backward one for the chunks that are whole, in a loop, and one for the rest of the vocabulary."""
+    struct = jax.ShapeDtypeStruct
+
+    def loss(x, w, labels):
+        return linear_cross_entropy(x, w, labels, reduction="mean", config=PallasGpuConfig(256, 4, 16, 1024))
+
+    with tilewright.target("h200"):
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(
+            struct((300, 256), "bfloat16"), struct((256, 2500), "bfloat16"), struct((300,), "int32")
+        )
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 3
+
+
+def test_the_kernels_are_traced_inside_shard_map(cpu_devices: list) -> None:
+    """Rows over four devices: the sums of the loop over chunks vary as the rows do."""
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,), devices=cpu_devices[:4])
+    split, whole = PartitionSpec("rows"), PartitionSpec()
+    struct = jax.ShapeDtypeStruct
+
+    def total(x, w, labels):
+        config = PallasGpuConfig(256, 4, 16, 256)
+        loss = linear_cross_entropy(x, w, labels, reduction="sum", implementation="pallas_gpu", config=config)
+        return jax.lax.psum(loss, "rows")
+
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=(split, whole, split), out_specs=whole)
+    with tilewright.target("h200"):
+        dx, dw = jax.eval_shape(
+            jax.grad(sharded, (0, 1)),
+            struct((512, 128), "bfloat16"),
+            struct((128, 700), "bfloat16"),
+            struct((512,), "int32"),
+        )
+    assert (dx.shape, dw.shape) == ((512, 128), (128, 700))
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "config", "message"),
+    [
+        ("a100", "bfloat16", None, r"made for Hopper GPUs .*this is a a100 with 8.0; use implementation='xla'"),
+        ("h200", "float32", None, r"x is float32, and it multiplies bfloat16 only .*pass x and w as bfloat16, or"),
+        (
+            "h200",
+            "bfloat16",
+            PallasGpuConfig(256, 5, 16, 256),
+            r"needs about \d+ KiB of shared memory with .* a block of a h200 has 227; use a smaller block_v or stages, or",
+        ),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_the_way_out(chip: str, dtype: str, config, message: str) -> None:
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((16, 64), dtype), struct((64, 512), dtype), struct((16,), "int32")
+    with tilewright.target(chip):
+        with pytest.raises(tilewright.Unsupported, match=message):
+            jax.eval_shape(lambda *a: linear_cross_entropy(*a, implementation="pallas_gpu", config=config), *arrays)
+        if config is None:
+            (decision,) = tilewright.explain(linear_cross_entropy, *arrays).decisions
+            assert decision.implementation == "xla"
+
+
+def test_a_hopper_gpu_is_served_by_the_kernel() -> None:
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((16, 64), "bfloat16"), struct((64, 512), "bfloat16"), struct((16,), "int32")
+    for chip in ("h100", "h200"):
+        with tilewright.target(chip):
+            (decision,) = tilewright.explain(linear_cross_entropy, *arrays).decisions
+        assert decision.implementation == "pallas_gpu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((96, 4, 16, 96), r"block_v=96 must be a multiple of 64, 256 at most .*; use 256, or implementation='xla'"),
+        ((256, 1, 16, 256), r"stages=1 must be 2 or more: .*; use 4"),
+        ((256, 4, 0, 256), r"band=0 must be a positive integer; use 16"),
+        ((256, 4, 16, 300), r"chunk_v=300 must be a positive multiple of block_v=256; use 16384"),
+        ((256, 4, 16, 256, 3), r"pair=3 must be 1 or 2 .*; use 2"),
+        ((256, 4, 7, 256, 2), r"band=7 must be a multiple of pair=2; use 8, or pair=1"),
+    ],
+)
+def test_a_config_that_breaks_a_rule_is_refused_when_built(fields: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PallasGpuConfig(*fields)
+
+
+@pytest.mark.parametrize(("n", "v"), [(1, 1), (5, 70), (8192, 151936), (8192, 128256), (100000, 50257), (2**21, 300)])
+def test_the_heuristic_fits(n: int, v: int) -> None:
+    config = PallasGpuConfig.for_shape(n, v)
+    assert config.misfit(Chip.named("h200")) is None
+    # A single block of columns is the least there can be.
+    assert 2 * n * min(config.chunk_v, v) <= 320 * MIB or config.chunk_v == config.block_v

@@ -37,6 +37,7 @@ By an H200 (driver 580.159.04, jax 0.11.2), tried and dropped, H96 T8192 D128:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,25 +52,38 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, padded, product, refusal, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
-from tilewright.ops.delta_rule import xla
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, coarse_and_fine
-from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WIDEST_KEY, PallasGpuConfig, XlaConfig
+from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WIDEST_KEY, PallasGpuConfig
+from tilewright.ops.delta_rule.gpu_tiles import (
+    ACROSS,
+    BETA,
+    CHUNK,
+    GATE_ROWS,
+    INTO,
+    ONWARD,
+    SQUARE,
+    WGMMA,
+    add_halves,
+    add_split,
+    along_columns,
+    along_rows,
+    decay,
+    halves,
+    load_turned,
+    positions,
+    turned,
+)
+from tilewright.ops.delta_rule.pallas_gpu_bwd import backward, kept_error_halves
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
 
-_CHUNK = 64
-_STAGES = 3
+# A ring of two leaves room for what a backward needs to be on its way out.
+_STAGES, _STAGES_KEEPING = 3, 2
 _SIDE_BY_SIDE = 3
 # Of 504 that three warpgroups may have together: the state and its halves are 128.
 _STATE_REGISTERS, _FETCH_REGISTERS = 200, 104
-_WGMMA = plgpu.Layout.WGMMA
-_SQUARE = (_CHUNK, _CHUNK)
-_NOTHING = -1e30  # Its exponential is 0.
-
-# The rows of a chunk's gates: the two parts of G, beta, exp(G), exp(G_C - G), exp(G_C).
-_COARSE, _FINE, _BETA, _INTO, _ONWARD, _ACROSS = range(6)
-_GATE_ROWS = 6
+_STATE_REGISTERS_KEEPING, _FETCH_REGISTERS_KEEPING = 208, 88
 
 
 def default_config(chip: Chip, q: Keys, k: Keys, v: Values, *rest: Any, scale: float) -> PallasGpuConfig:
@@ -88,44 +102,6 @@ def unsupported_reason(
     return None
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x rounded to bfloat16, and the rest of it."""
-    rounded = x.astype(jnp.bfloat16)
-    return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
-def _turned(ref: Any) -> Any:
-    return ref.transpose((1, 0))
-
-
-def _add_split(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], both: Any, rounded: Any) -> None:
-    """Add x y, both split: `both` is a tile of y's halves, one below the other, `rounded` of the first alone."""
-    accumulator.add(jnp.concatenate([x[0], x[0]], axis=1), both)  # [64, 2 C] [2 C, n]
-    accumulator.add(x[1], rounded)  # [64, C] [C, n]
-
-
-def _along_rows(ref: Any, shape: tuple[int, int]) -> jax.Array:
-    """A vector of the shape's first axis, repeated along the second."""
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=_WGMMA.reduce(1), optimized=False), shape, [0])
-
-
-def _along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=_WGMMA.reduce(0), optimized=False), shape, [1])
-
-
-def _positions() -> tuple[jax.Array, jax.Array]:
-    i, j = (plgpu.broadcasted_iota(jnp.int32, _SQUARE, axis, layout=_WGMMA) for axis in (0, 1))
-    return i, j  # [C, C] each
-
-
-def _decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
-    """exp(G_i - G_j) where i >= j, else 0."""
-    coarse, fine = (
-        _along_rows(gates.at[part], _SQUARE) - _along_columns(gates.at[part], _SQUARE) for part in (_COARSE, _FINE)
-    )
-    return jnp.exp(jnp.where(i >= j, coarse + fine, _NOTHING))  # [C, C]
-
-
 def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
     # inputs
     k_ref, gates_ref = refs[:2]
@@ -136,61 +112,65 @@ def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
 
     b, hv, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
     n = lax.axis_index("chunk") * _SIDE_BY_SIDE + warpgroup
-    tokens = pl.ds(n * _CHUNK, _CHUNK)
-    first = pl.ds(0, _CHUNK)
+    tokens = pl.ds(n * CHUNK, CHUNK)
+    first = pl.ds(0, CHUNK)
 
     @pl.when(n < chunks)
     def _one_chunk():
-        keys, gates = k_tiles.at[warpgroup], gate_tiles.at[warpgroup]  # [C, K], [_GATE_ROWS, C]
+        keys, gates = k_tiles.at[warpgroup], gate_tiles.at[warpgroup]  # [C, K], [GATE_ROWS, C]
         l_both, x_both = l_tiles.at[warpgroup], x_tiles.at[warpgroup]  # [2 C, C]
         ready = arrived.at[warpgroup]
         plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, lax.div(hv, jnp.int32(group))], keys, ready)
         plgpu.copy_gmem_to_smem(gates_ref.at[b, hv, n], gates, ready)
         plgpu.barrier_wait(ready)
-        i, j = _positions()
+        i, j = positions()
 
-        def keep(both: Any, halves: tuple[jax.Array, jax.Array]) -> None:
-            for half, value in enumerate(halves):
-                both[pl.ds(half * _CHUNK, _CHUNK)] = value
+        def keep(both: Any, split: tuple[jax.Array, jax.Array]) -> None:
+            for half, value in enumerate(split):
+                both[pl.ds(half * CHUNK, CHUNK)] = value
 
-        alike = product(_SQUARE, lambda sum_: sum_.add(keys, _turned(keys)), interpreted=interpreted)  # [C, C]
-        lower = jnp.where(i > j, alike * _decay(gates, i, j) * _along_rows(gates.at[_BETA], _SQUARE), 0.0)
-        keep(l_both, _halves(lower))
+        alike = product(SQUARE, lambda sum_: sum_.add(keys, turned(keys)), interpreted=interpreted)  # [C, C]
+        lower = jnp.where(i > j, alike * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE), 0.0)
+        keep(l_both, halves(lower))
         # i xor j is in [2^level, 2^(level+1)) where i and j are in different halves of a block of 2^(level+1).
         apart = lax.bitwise_xor(i, j)
         x = jnp.where(i == j, 1.0, 0.0) - jnp.where(apart == 1, lower, 0.0)
-        for level in range(1, _CHUNK.bit_length() - 1):
-            halves = _halves(x)
-            keep(x_both, halves)
+        for level in range(1, CHUNK.bit_length() - 1):
+            split = halves(x)
+            keep(x_both, split)
             plgpu.commit_smem()
 
-            def add_x_l(sum_: Accumulator, halves: Any = halves) -> None:
-                _add_split(sum_, halves, l_both, l_both.at[first])
+            def add_x_l(sum_: Accumulator, split: Any = split) -> None:
+                add_split(sum_, split, l_both, l_both.at[first])
 
-            x_l = _halves(product(_SQUARE, add_x_l, interpreted=interpreted))
+            x_l = halves(product(SQUARE, add_x_l, interpreted=interpreted))
 
             def add_x_l_x(sum_: Accumulator, x_l: Any = x_l) -> None:
-                _add_split(sum_, x_l, x_both, x_both.at[first])
+                add_split(sum_, x_l, x_both, x_both.at[first])
 
-            x_l_x = product(_SQUARE, add_x_l_x, interpreted=interpreted)
+            x_l_x = product(SQUARE, add_x_l_x, interpreted=interpreted)
             x = x - jnp.where(lax.shift_right_logical(apart, level) == 1, x_l_x, 0.0)
-        keep(x_both, _halves(x * _along_columns(gates.at[_BETA], _SQUARE)))
+        keep(x_both, halves(x))
         plgpu.commit_smem()
         for half in range(2):
-            rows = pl.ds(half * _CHUNK, _CHUNK)
+            rows = pl.ds(half * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(x_both.at[rows], x_ref.at[b, hv, tokens, rows])
         plgpu.wait_smem_to_gmem(0)
 
 
 def _state_kernel(
-    *refs: Any, chunks: int, chunks_a_block: int, group: int, warpgroups: int, scale: float, interpreted: bool
+    *refs: Any, chunks: int, kept_halves: int, group: int, warpgroups: int, scale: float, interpreted: bool
 ):
     # inputs
     q_ref, k_ref, v_ref, x_ref, gates_ref, initial_ref = refs[:6]
     # outputs
-    o_ref, final_ref, *starts_ref = refs[6:-10]
+    o_ref, final_ref = refs[6:8]
+    states_ref, errors_ref = refs[8:10] if kept_halves else (None, None)
     # scratch
-    q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = refs[-10:]
+    scratch = refs[10 if kept_halves else 8 :]
+    q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = scratch[:10]
+    state_tiles, error_tiles = scratch[10:] if kept_halves else (None, None)
+    stages = q_ring.shape[0]
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     warpgroup = lax.axis_index("warpgroup")
@@ -198,18 +178,18 @@ def _state_kernel(
     depth = q_ring.shape[-1]
 
     def slot_of(n: Any) -> jax.Array:
-        return lax.rem(n, jnp.int32(_STAGES))
+        return lax.rem(n, jnp.int32(stages))
 
     def channels(of: Any) -> Any:
         return pl.ds((block * warpgroups + of) * GPU_TILE, GPU_TILE)
 
     def tokens(n: Any) -> Any:
-        return pl.ds(n * _CHUNK, _CHUNK)
+        return pl.ds(n * CHUNK, CHUNK)
 
     @pl.when(warpgroup == warpgroups)
     def _fetch_and_score():
         if warpgroups > 1:
-            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+            plgpu.set_max_registers(_FETCH_REGISTERS_KEEPING if kept_halves else _FETCH_REGISTERS, action="decrease")
 
         def fetch(n: Any) -> None:
             slot = slot_of(n)
@@ -222,21 +202,22 @@ def _state_kernel(
             ):
                 plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
 
-        ahead = _STAGES - 1
+        ahead = stages - 1
         for n in range(min(ahead, chunks)):
             fetch(jnp.int32(n))
 
         def one_chunk(n: Any, carry: tuple[()]) -> tuple[()]:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
-            i, j = _positions()
+            i, j = positions()
             qk = product(
-                _SQUARE, lambda sum_: sum_.add(q_ring.at[slot], _turned(k_ring.at[slot])), interpreted=interpreted
+                SQUARE, lambda sum_: sum_.add(q_ring.at[slot], turned(k_ring.at[slot])), interpreted=interpreted
             )
-            halves = _halves(qk * _decay(gate_ring.at[slot], i, j))
+            gates = gate_ring.at[slot]
+            split = halves(qk * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE))
             pl.when(n > 0)(lambda: plgpu.barrier_wait(p_used))
-            for half, value in enumerate(halves):
-                p_tile[:, pl.ds(half * _CHUNK, _CHUNK)] = value
+            for half, value in enumerate(split):
+                p_tile[:, pl.ds(half * CHUNK, CHUNK)] = value
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_made)
 
@@ -252,78 +233,70 @@ def _state_kernel(
     @pl.when(warpgroup < warpgroups)
     def _carry_the_state():
         if warpgroups > 1:
-            plgpu.set_max_registers(_STATE_REGISTERS, action="increase")
+            plgpu.set_max_registers(_STATE_REGISTERS_KEEPING if kept_halves else _STATE_REGISTERS, action="increase")
         mine = channels(warpgroup)
-        tile, state_shape = (GPU_TILE, _CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
-        first = pl.ds(0, _CHUNK)
+        tile, state_shape = (GPU_TILE, CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
+        first = pl.ds(0, CHUNK)
 
         def one_chunk(n: Any, state: jax.Array) -> jax.Array:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
             keys, queries, values = k_ring.at[slot], q_ring.at[slot], v_ring.at[slot, warpgroup]
             x_both, gates = x_ring.at[slot], gate_ring.at[slot]
-            if starts_ref:
-
-                @pl.when(lax.rem(n, jnp.int32(chunks_a_block)) == 0)
-                def _keep():
-                    starts_ref[0][b, hv, lax.div(n, jnp.int32(chunks_a_block)), mine, :] = state
-
-            rounded, rest = _halves(state)  # [V, K]
-
-            def add_k_s(sum_: Accumulator) -> None:
-                sum_.add(rounded, _turned(keys))
-                sum_.add(rest, _turned(keys))
-
-            k_s = product(tile, add_k_s, interpreted=interpreted)  # [V, C]
-            q_s = product(tile, lambda sum_: sum_.add(rounded, _turned(queries)), interpreted=interpreted)
-            into = _along_columns(gates.at[_INTO], tile)
-            v = plgpu.load(_turned(values), layout=_WGMMA, optimized=False).astype(jnp.float32)
-            wanted = _halves(v - k_s * into)
-            corrections = product(
+            before = halves(state)  # [V, K]
+            k_s = product(tile, lambda sum_: add_halves(sum_, before, turned(keys)), interpreted=interpreted)  # [V, C]
+            q_s = product(tile, lambda sum_: sum_.add(before[0], turned(queries)), interpreted=interpreted)
+            if kept_halves:
+                state_tiles[warpgroup] = before[0]
+            into = along_columns(gates.at[INTO], tile)
+            wanted = halves(load_turned(values) - k_s * into)
+            errors = product(
                 tile,
-                lambda sum_: _add_split(sum_, wanted, _turned(x_both), _turned(x_both.at[:, first])),
+                lambda sum_: add_split(sum_, wanted, turned(x_both), turned(x_both.at[:, first])),
                 interpreted=interpreted,
             )
-            split = _halves(corrections)
+            split = halves(errors)
+            if kept_halves:
+                for half in range(kept_halves):
+                    error_tiles[warpgroup, half] = split[half]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(state_tiles.at[warpgroup], states_ref.at[b, hv, n, mine])
+                for half in range(kept_halves):
+                    plgpu.copy_smem_to_gmem(error_tiles.at[warpgroup, half], errors_ref.at[b, hv, n, half, mine])
             plgpu.barrier_wait(p_made)
 
             def add_p(sum_: Accumulator) -> None:
-                _add_split(sum_, split, _turned(p_tile), _turned(p_tile.at[:, first]))
+                add_split(sum_, split, turned(p_tile), turned(p_tile.at[:, first]))
 
             (o,) = accumulate((q_s * into,), add_p, interpreted=interpreted)
             plgpu.barrier_arrive(p_used)
             # v's tile has been read: o goes out through it.
-            _turned(values)[...] = (o * scale).astype(jnp.bfloat16)
-            written = _halves(corrections * _along_columns(gates.at[_ONWARD], tile))
-
-            def add_k(sum_: Accumulator) -> None:
-                sum_.add(written[0], keys)
-                sum_.add(written[1], keys)
-
-            kept = state * _along_rows(gates.at[_ACROSS], state_shape)
-            (state,) = accumulate((kept,), add_k, interpreted=interpreted)
+            turned(values)[...] = (o * scale).astype(jnp.bfloat16)
+            written = halves(errors * along_columns(gates.at[ONWARD], tile))
+            left = state * along_rows(gates.at[ACROSS], state_shape)
+            (state,) = accumulate((left,), lambda sum_: add_halves(sum_, written, keys), interpreted=interpreted)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(consumed.at[slot])
             return state
 
-        state = plgpu.load(initial_ref.at[b, hv, mine], layout=_WGMMA, optimized=False)
+        state = plgpu.load(initial_ref.at[b, hv, mine], layout=WGMMA, optimized=False)
         state = lax.fori_loop(0, chunks, one_chunk, state)
         plgpu.wait_smem_to_gmem(0)
         final_ref[b, hv, mine, :] = state
 
 
 def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> jax.Array:
-    """The gates of each chunk, [B, HV, chunks, _GATE_ROWS, C]. T is whole chunks."""
+    """The gates of each chunk, [B, HV, chunks, GATE_ROWS, C]. T is whole chunks."""
 
     def by_chunk(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, _CHUNK)
+        return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, CHUNK)
 
     beta = by_chunk(beta)
     if g is None and resets is None:
         nothing, one = jnp.zeros_like(beta), jnp.ones_like(beta)
-        return jnp.stack([nothing, nothing, beta, one, one, one], axis=3)
+        return jnp.stack([nothing, nothing, beta, one, beta, one], axis=3)
     g = jnp.zeros_like(beta) if g is None else by_chunk(jnp.maximum(g.astype(jnp.float32), LOWEST_GATE))
     if resets is not None:
         g = jnp.where(by_chunk(resets[:, :, None]) > 0, LOWEST_GATE, g)
@@ -331,7 +304,7 @@ def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> ja
     onward = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
     into = jnp.exp(coarse + fine)
     across = jnp.broadcast_to(into[..., -1:], into.shape)
-    return jnp.stack([coarse, fine, beta, into, jnp.exp(onward), across], axis=3)
+    return jnp.stack([coarse, fine, beta, into, beta * jnp.exp(onward), across], axis=3)
 
 
 def _sums(x: jax.Array) -> jax.Array:
@@ -351,12 +324,12 @@ def _forward(
     *,
     scale: float,
     launch: Launch,
-    tokens_a_block: int | None,
+    keep: bool,
 ) -> tuple[jax.Array, ...]:
-    """o, the final state, and, given `tokens_a_block`, the state before each so many tokens, [B, HV, num, K, V]."""
+    """o, the final state, and, to keep for a backward, what its first four arguments after d_final are."""
     config: PallasGpuConfig = launch.config
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
-    time = functools.partial(padded, axis=1, multiple=_CHUNK)
+    time = functools.partial(padded, axis=1, multiple=CHUNK)
     # Tokens of zeros leave the state as it is; channels of zeros add nothing.
     gates = _gates(
         None if g is None else time(g), time(beta), None if resets is None else time(resets)
@@ -366,7 +339,7 @@ def _forward(
     state = padded(padded(jnp.swapaxes(initial_state, 2, 3), 2, config.block_v), 3, GPU_TILE)  # [B, HV, V, K]
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
-    chunks, group, warpgroups = t // _CHUNK, hv // h, config.warpgroups
+    chunks, group, warpgroups = t // CHUNK, hv // h, config.warpgroups
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {
         # Layouts follow from the operands; to infer them takes minutes for kernels such as these.
@@ -379,12 +352,12 @@ def _forward(
 
     x = plgpu.kernel(
         functools.partial(_inverse_kernel, chunks=chunks, group=group, interpreted=interpreted),
-        out_type=output_like((b, hv, t, 2 * _CHUNK), jnp.bfloat16, k),
+        out_type=output_like((b, hv, t, 2 * CHUNK), jnp.bfloat16, k),
         scratch_types=[
-            bfloat16_tile(_SIDE_BY_SIDE, _CHUNK, depth),
-            plgpu.SMEM((_SIDE_BY_SIDE, _GATE_ROWS, _CHUNK), jnp.float32),
-            bfloat16_tile(_SIDE_BY_SIDE, 2 * _CHUNK, _CHUNK),
-            bfloat16_tile(_SIDE_BY_SIDE, 2 * _CHUNK, _CHUNK),
+            bfloat16_tile(_SIDE_BY_SIDE, CHUNK, depth),
+            plgpu.SMEM((_SIDE_BY_SIDE, GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(_SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
+            bfloat16_tile(_SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
             plgpu.Barrier(num_arrivals=2, num_barriers=_SIDE_BY_SIDE),
         ],
         grid=(-(-chunks // _SIDE_BY_SIDE), hv, b),
@@ -393,13 +366,19 @@ def _forward(
         **common,
     )(k, gates)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    if tokens_a_block is not None:
-        out_type.append(output_like((b, hv, -(-true_t // tokens_a_block), width, depth), jnp.float32, v))
-    o, final, *starts = plgpu.kernel(
+    kept_halves = kept_error_halves(g is not None) if keep else 0
+    stages = _STAGES_KEEPING if keep else _STAGES
+    tiles_to_keep = []
+    if keep:
+        out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
+        out_type.append(output_like((b, hv, chunks, kept_halves, width, CHUNK), jnp.bfloat16, v))
+        tiles_to_keep.append(bfloat16_tile(warpgroups, GPU_TILE, depth))
+        tiles_to_keep.append(bfloat16_tile(warpgroups, kept_halves, GPU_TILE, CHUNK))
+    o, final, *kept = plgpu.kernel(
         functools.partial(
             _state_kernel,
             chunks=chunks,
-            chunks_a_block=max(1, (tokens_a_block or _CHUNK) // _CHUNK),
+            kept_halves=kept_halves,
             group=group,
             warpgroups=warpgroups,
             scale=scale,
@@ -407,35 +386,36 @@ def _forward(
         ),
         out_type=out_type,
         scratch_types=[
-            bfloat16_tile(_STAGES, _CHUNK, depth),
-            bfloat16_tile(_STAGES, _CHUNK, depth),
-            bfloat16_tile(_STAGES, warpgroups, _CHUNK, GPU_TILE),
-            bfloat16_tile(_STAGES, _CHUNK, 2 * _CHUNK),
-            plgpu.SMEM((_STAGES, _GATE_ROWS, _CHUNK), jnp.float32),
-            bfloat16_tile(_CHUNK, 2 * _CHUNK),
-            plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
+            bfloat16_tile(stages, CHUNK, depth),
+            bfloat16_tile(stages, CHUNK, depth),
+            bfloat16_tile(stages, warpgroups, CHUNK, GPU_TILE),
+            bfloat16_tile(stages, CHUNK, 2 * CHUNK),
+            plgpu.SMEM((stages, GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(CHUNK, 2 * CHUNK),
+            plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=warpgroups),
+            *tiles_to_keep,
         ],
         grid=(hv, width // config.block_v, b),
         grid_names=("head", "values", "batch"),
         num_threads=1 + warpgroups,
         **common,
     )(q, k, v, x, gates, state)
-    states = [jnp.swapaxes(s, -1, -2)[..., :true_depth, :true_width] for s in (final, *starts)]
-    return o[:, :true_t, :, :true_width], *states
+    final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]
+    return o[:, :true_t, :, :true_width], final, *((x, gates, *kept) if keep else ())
 
 
-def _folded(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, **how: Any
-) -> tuple[jax.Array, ...]:
-    """`_forward`, which `jax.vmap` turns into a larger batch: by JAX's own rule the calls would follow each other."""
-    arrays = (q, k, v, g, beta, initial_state, resets)
+def _folded(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:
+    """`function`, which `jax.vmap` turns into a larger batch: by JAX's own rule the calls would follow each other.
+
+    All arrays begin with the axis of the batch. An argument or result may be None.
+    """
 
     @jax.custom_batching.custom_vmap
-    def run(*arrays: Any) -> tuple[jax.Array, ...]:
-        return _forward(*arrays, **how)
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        return function(*arrays)
 
     @run.def_vmap
     def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
@@ -444,8 +424,9 @@ def _folded(
             return x.reshape(-1, *x.shape[2:])
 
         given = [None if x is None else fold(x, is_batched) for x, is_batched in zip(arrays, batched, strict=True)]
-        results = _folded(*given, **how)
-        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), (True,) * len(results)
+        results = _folded(function, *given)
+        unfolded = tuple(None if x is None else x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
+        return unfolded, tuple(None if x is None else True for x in results)
 
     return run(*arrays)
 
@@ -454,41 +435,22 @@ def _folded(
 def _delta_rule(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
 ) -> tuple[jax.Array, jax.Array]:
-    o, final = _folded(q, k, v, g, beta, initial_state, resets, scale=scale, launch=launch, tokens_a_block=None)
+    forward = functools.partial(_forward, scale=scale, launch=launch, keep=False)
+    o, final = _folded(forward, q, k, v, g, beta, initial_state, resets)
     return o, final
-
-
-def _xla_launch(t: int, launch: Launch) -> Launch:
-    return Launch(launch.chip, XlaConfig.for_length(t, launch.chip), None)
 
 
 def _keep(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
 ) -> tuple[Any, Any]:
-    """The states that the backward of `xla` starts its blocks from come from the kernel."""
-    blocks: XlaConfig = _xla_launch(q.shape[1], launch).config
-    o, final, starts = _folded(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        resets,
-        scale=scale,
-        launch=launch,
-        tokens_a_block=blocks.chunk * blocks.block_chunks,
-    )
-    return (o, final), (q, k, v, g, beta, initial_state, resets, starts)
+    forward = functools.partial(_forward, scale=scale, launch=launch, keep=True)
+    o, final, *kept = _folded(forward, q, k, v, g, beta, initial_state, resets)
+    return (o, final), (q, k, g, beta, resets, *kept)
 
 
 def _pull(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    *operands, starts = saved
-    q = operands[0]
-    b, hv, num, depth, width = starts.shape
-    h = q.shape[2]
-    states = jnp.moveaxis(starts.reshape(b, h, hv // h, num, depth, width), 3, 0)
-    return xla.backward(scale, _xla_launch(q.shape[1], launch), (*operands, states), cotangents)
+    pull = functools.partial(backward, scale=scale, launch=launch)
+    return *_folded(pull, *saved, *cotangents), None
 
 
 _delta_rule.defvjp(_keep, _pull)

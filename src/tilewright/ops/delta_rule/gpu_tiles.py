@@ -1,0 +1,81 @@
+"""What the Hopper kernels of the delta rule share: the rows of a chunk's gates, and tiles in registers.
+
+Tiles of values are often transposed, [V, C] for a chunk of C tokens: the state of a warpgroup is [V, K], a value channel a
+row, and takes its place as the left operand of a product from registers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.core.hopper import Accumulator
+
+CHUNK = 64
+WGMMA = plgpu.Layout.WGMMA
+SQUARE = (CHUNK, CHUNK)
+_NOTHING = -1e30  # Its exponential is 0.
+
+# The rows of a chunk's gates: the two parts of G, beta, exp(G), beta exp(G_C - G), exp(G_C).
+COARSE, FINE, BETA, INTO, ONWARD, ACROSS = range(6)
+GATE_ROWS = 6
+
+
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x rounded to bfloat16, and the rest of it."""
+    rounded = x.astype(jnp.bfloat16)
+    return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def turned(ref: Any) -> Any:
+    return ref.transpose((1, 0))
+
+
+def add_split(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], both: Any, rounded: Any) -> None:
+    """Add x y, both split: `both` is a tile of y's halves, one below the other, `rounded` of the first alone."""
+    accumulator.add(jnp.concatenate([x[0], x[0]], axis=1), both)  # [64, 2 C] [2 C, n]
+    accumulator.add(x[1], rounded)  # [64, C] [C, n]
+
+
+def add_halves(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], y: Any) -> None:
+    """Add x y, of which x is split."""
+    for half in x:
+        accumulator.add(half, y)
+
+
+def load_rows(ref: Any) -> jax.Array:
+    """A vector in registers: its elements belong to the rows of a tile."""
+    return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
+
+
+def load_tile(ref: Any) -> jax.Array:
+    """A tile of shared memory as float32 in registers."""
+    return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
+
+def load_turned(ref: Any) -> jax.Array:
+    return plgpu.load(turned(ref), layout=WGMMA, optimized=False).astype(jnp.float32)
+
+
+def along_rows(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    """A vector of the shape's first axis, repeated along the second."""
+    return lax.broadcast_in_dim(load_rows(ref), shape, [0])
+
+
+def along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False), shape, [1])
+
+
+def positions() -> tuple[jax.Array, jax.Array]:
+    i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=WGMMA) for axis in (0, 1))
+    return i, j  # [C, C] each
+
+
+def decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    """exp(G_i - G_j) where i >= j, else 0."""
+    coarse, fine = (
+        along_rows(gates.at[part], SQUARE) - along_columns(gates.at[part], SQUARE) for part in (COARSE, FINE)
+    )
+    return jnp.exp(jnp.where(i >= j, coarse + fine, _NOTHING))  # [C, C]

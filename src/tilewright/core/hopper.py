@@ -106,18 +106,33 @@ def accumulate(sums: tuple[jax.Array, ...], add: Callable[..., None], *, interpr
     return tuple(held)
 
 
-def product(shape: tuple[int, int], add: Callable[[Accumulator], None], *, interpreted: bool) -> jax.Array:
-    """A product by itself: what `add` has issued, once it is done."""
+def products(
+    shapes: tuple[tuple[int, int], ...], add: Callable[..., tuple[Any, ...] | None], *, interpreted: bool
+) -> tuple[Any, ...]:
+    """Products by themselves: what `add`, which takes an accumulator for each, has issued, once all are done.
+
+    They are followed by what `add` returns.
+    """
     if interpreted:
-        accumulator = Accumulator(value=jnp.zeros(shape, jnp.float32))
-        add(accumulator)
-        return accumulator.read()
+        accumulators = [Accumulator(value=jnp.zeros(shape, jnp.float32)) for shape in shapes]
+        more = add(*accumulators)
+        return *(accumulator.read() for accumulator in accumulators), *(more or ())
 
-    def run(ref: Any) -> jax.Array:
-        add(Accumulator(ref))
-        return ref[...]
+    def run(*refs: Any) -> tuple[Any, ...]:
+        more = add(*(Accumulator(ref) for ref in refs))
+        return *(ref[...] for ref in refs), *(more or ())
 
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+
+
+def product(shape: tuple[int, int], add: Callable[[Accumulator], None], *, interpreted: bool) -> jax.Array:
+    return products((shape,), add, interpreted=interpreted)[0]
+
+
+def wait_for_products(in_flight: int, *, interpreted: bool) -> None:
+    """Until at most so many products, the last ones issued, are in flight: what the others read may be written again."""
+    if not interpreted:
+        plgpu.wgmma_wait(in_flight)
 
 
 def with_accumulators(shapes: tuple[tuple[int, int], ...], body: Callable[..., None], *, interpreted: bool) -> None:

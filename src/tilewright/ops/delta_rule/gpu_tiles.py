@@ -1,4 +1,8 @@
-"""What the Hopper kernels of the family share: split operands, vectors as tiles, and the inverse of a chunk."""
+"""What the Hopper kernels of the delta rule share: the rows of a chunk's gates, tiles in registers, the inverse of a chunk.
+
+Tiles of values are often transposed, [V, C] for a chunk of C tokens: the state of a warpgroup is [V, K], a value channel a
+row, and takes its place as the left operand of a product from registers.
+"""
 
 from typing import Any
 
@@ -16,6 +20,11 @@ SIDE_BY_SIDE = 3
 
 WGMMA = plgpu.Layout.WGMMA
 SQUARE = (CHUNK, CHUNK)
+_NOTHING = -1e30  # Its exponential is 0.
+
+# The rows of a chunk's gates: the two parts of G, beta, exp(G), beta exp(G_C - G), exp(G_C).
+COARSE, FINE, BETA, INTO, ONWARD, ACROSS = range(6)
+GATE_ROWS = 6
 
 
 def compiler_params() -> plgpu.CompilerParams:
@@ -45,9 +54,29 @@ def add_split(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], both: An
     accumulator.add(x[1], rounded)  # [64, C] [C, n]
 
 
+def add_halves(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], y: Any) -> None:
+    """Add x y, of which x is split."""
+    for half in x:
+        accumulator.add(half, y)
+
+
+def load_rows(ref: Any) -> jax.Array:
+    """A vector in registers: its elements belong to the rows of a tile."""
+    return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
+
+
+def load_tile(ref: Any) -> jax.Array:
+    """A tile of shared memory as float32 in registers."""
+    return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
+
+def load_turned(ref: Any) -> jax.Array:
+    return plgpu.load(turned(ref), layout=WGMMA, optimized=False).astype(jnp.float32)
+
+
 def along_rows(ref: Any, shape: tuple[int, int]) -> jax.Array:
     """A vector of the shape's first axis, repeated along the second."""
-    return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False), shape, [0])
+    return lax.broadcast_in_dim(load_rows(ref), shape, [0])
 
 
 def along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
@@ -57,6 +86,14 @@ def along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
 def positions() -> tuple[jax.Array, jax.Array]:
     i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=WGMMA) for axis in (0, 1))
     return i, j  # [C, C] each
+
+
+def decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    """exp(G_i - G_j) where i >= j, else 0."""
+    coarse, fine = (
+        along_rows(gates.at[part], SQUARE) - along_columns(gates.at[part], SQUARE) for part in (COARSE, FINE)
+    )
+    return jnp.exp(jnp.where(i >= j, coarse + fine, _NOTHING))  # [C, C]
 
 
 def keep_halves(both: Any, split: tuple[jax.Array, jax.Array]) -> None:

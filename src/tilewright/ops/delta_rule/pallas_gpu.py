@@ -46,41 +46,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
+from tilewright.core.batching import folded
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, padded, product, refusal, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
-from tilewright.ops.delta_rule import pallas_gpu_kda, xla
+from tilewright.ops.delta_rule import pallas_gpu_kda
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, coarse_and_fine
-from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WIDEST_KEY, PallasGpuConfig, XlaConfig
+from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WIDEST_KEY, PallasGpuConfig
 from tilewright.ops.delta_rule.gpu_tiles import (
+    ACROSS,
+    BETA,
     CHUNK,
+    GATE_ROWS,
+    INTO,
+    ONWARD,
     SIDE_BY_SIDE,
     SQUARE,
     WGMMA,
+    add_halves,
     add_split,
     along_columns,
     along_rows,
     compiler_params,
+    decay,
     halves,
     invert,
     keep_halves,
+    load_turned,
     positions,
     turned,
 )
+from tilewright.ops.delta_rule.pallas_gpu_bwd import backward, kept_error_halves
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
 
-_STAGES = 3
+# A ring of two leaves room for what a backward needs to be on its way out.
+_STAGES, _STAGES_KEEPING = 3, 2
 # Of 504 that three warpgroups may have together: the state and its halves are 128.
 _STATE_REGISTERS, _FETCH_REGISTERS = 200, 104
-_NOTHING = -1e30  # Its exponential is 0.
-
-# The rows of a chunk's gates: the two parts of G, beta, exp(G), exp(G_C - G), exp(G_C).
-_COARSE, _FINE, _BETA, _INTO, _ONWARD, _ACROSS = range(6)
-_GATE_ROWS = 6
+_STATE_REGISTERS_KEEPING, _FETCH_REGISTERS_KEEPING = 208, 88
 
 
 def default_config(chip: Chip, q: Keys, k: Keys, v: Values, *rest: Any, scale: float) -> PallasGpuConfig:
@@ -99,14 +106,6 @@ def unsupported_reason(
     return None
 
 
-def _decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
-    """exp(G_i - G_j) where i >= j, else 0."""
-    coarse, fine = (
-        along_rows(gates.at[part], SQUARE) - along_columns(gates.at[part], SQUARE) for part in (_COARSE, _FINE)
-    )
-    return jnp.exp(jnp.where(i >= j, coarse + fine, _NOTHING))  # [C, C]
-
-
 def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
     # inputs
     k_ref, gates_ref = refs[:2]
@@ -121,7 +120,7 @@ def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
 
     @pl.when(n < chunks)
     def _one_chunk():
-        keys, gates = k_tiles.at[warpgroup], gate_tiles.at[warpgroup]  # [C, K], [_GATE_ROWS, C]
+        keys, gates = k_tiles.at[warpgroup], gate_tiles.at[warpgroup]  # [C, K], [GATE_ROWS, C]
         l_both, x_both = l_tiles.at[warpgroup], x_tiles.at[warpgroup]  # [2 C, C]
         ready = arrived.at[warpgroup]
         plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, lax.div(hv, jnp.int32(group))], keys, ready)
@@ -129,9 +128,8 @@ def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
         plgpu.barrier_wait(ready)
         i, j = positions()
         alike = product(SQUARE, lambda sum_: sum_.add(keys, turned(keys)), interpreted=interpreted)  # [C, C]
-        lower = jnp.where(i > j, alike * _decay(gates, i, j) * along_rows(gates.at[_BETA], SQUARE), 0.0)
-        x = invert(lower, i, j, l_both, x_both, interpreted=interpreted)
-        keep_halves(x_both, halves(x * along_columns(gates.at[_BETA], SQUARE)))
+        lower = jnp.where(i > j, alike * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE), 0.0)
+        keep_halves(x_both, halves(invert(lower, i, j, l_both, x_both, interpreted=interpreted)))
         plgpu.commit_smem()
         for half in range(2):
             rows = pl.ds(half * CHUNK, CHUNK)
@@ -140,14 +138,18 @@ def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
 
 
 def _state_kernel(
-    *refs: Any, chunks: int, chunks_a_block: int, group: int, warpgroups: int, scale: float, interpreted: bool
+    *refs: Any, chunks: int, kept_halves: int, group: int, warpgroups: int, scale: float, interpreted: bool
 ):
     # inputs
     q_ref, k_ref, v_ref, x_ref, gates_ref, initial_ref = refs[:6]
     # outputs
-    o_ref, final_ref, *starts_ref = refs[6:-10]
+    o_ref, final_ref = refs[6:8]
+    states_ref, errors_ref = refs[8:10] if kept_halves else (None, None)
     # scratch
-    q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = refs[-10:]
+    scratch = refs[10 if kept_halves else 8 :]
+    q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = scratch[:10]
+    state_tiles, error_tiles = scratch[10:] if kept_halves else (None, None)
+    stages = q_ring.shape[0]
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     warpgroup = lax.axis_index("warpgroup")
@@ -155,7 +157,7 @@ def _state_kernel(
     depth = q_ring.shape[-1]
 
     def slot_of(n: Any) -> jax.Array:
-        return lax.rem(n, jnp.int32(_STAGES))
+        return lax.rem(n, jnp.int32(stages))
 
     def channels(of: Any) -> Any:
         return pl.ds((block * warpgroups + of) * GPU_TILE, GPU_TILE)
@@ -166,7 +168,7 @@ def _state_kernel(
     @pl.when(warpgroup == warpgroups)
     def _fetch_and_score():
         if warpgroups > 1:
-            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+            plgpu.set_max_registers(_FETCH_REGISTERS_KEEPING if kept_halves else _FETCH_REGISTERS, action="decrease")
 
         def fetch(n: Any) -> None:
             slot = slot_of(n)
@@ -179,7 +181,7 @@ def _state_kernel(
             ):
                 plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
 
-        ahead = _STAGES - 1
+        ahead = stages - 1
         for n in range(min(ahead, chunks)):
             fetch(jnp.int32(n))
 
@@ -190,7 +192,8 @@ def _state_kernel(
             qk = product(
                 SQUARE, lambda sum_: sum_.add(q_ring.at[slot], turned(k_ring.at[slot])), interpreted=interpreted
             )
-            split = halves(qk * _decay(gate_ring.at[slot], i, j))
+            gates = gate_ring.at[slot]
+            split = halves(qk * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE))
             pl.when(n > 0)(lambda: plgpu.barrier_wait(p_used))
             for half, value in enumerate(split):
                 p_tile[:, pl.ds(half * CHUNK, CHUNK)] = value
@@ -209,7 +212,7 @@ def _state_kernel(
     @pl.when(warpgroup < warpgroups)
     def _carry_the_state():
         if warpgroups > 1:
-            plgpu.set_max_registers(_STATE_REGISTERS, action="increase")
+            plgpu.set_max_registers(_STATE_REGISTERS_KEEPING if kept_halves else _STATE_REGISTERS, action="increase")
         mine = channels(warpgroup)
         tile, state_shape = (GPU_TILE, CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
         first = pl.ds(0, CHUNK)
@@ -219,29 +222,26 @@ def _state_kernel(
             plgpu.barrier_wait(arrived.at[slot])
             keys, queries, values = k_ring.at[slot], q_ring.at[slot], v_ring.at[slot, warpgroup]
             x_both, gates = x_ring.at[slot], gate_ring.at[slot]
-            if starts_ref:
-
-                @pl.when(lax.rem(n, jnp.int32(chunks_a_block)) == 0)
-                def _keep():
-                    starts_ref[0][b, hv, lax.div(n, jnp.int32(chunks_a_block)), mine, :] = state
-
-            rounded, rest = halves(state)  # [V, K]
-
-            def add_k_s(sum_: Accumulator) -> None:
-                sum_.add(rounded, turned(keys))
-                sum_.add(rest, turned(keys))
-
-            k_s = product(tile, add_k_s, interpreted=interpreted)  # [V, C]
-            q_s = product(tile, lambda sum_: sum_.add(rounded, turned(queries)), interpreted=interpreted)
-            into = along_columns(gates.at[_INTO], tile)
-            v = plgpu.load(turned(values), layout=WGMMA, optimized=False).astype(jnp.float32)
-            wanted = halves(v - k_s * into)
-            corrections = product(
+            before = halves(state)  # [V, K]
+            k_s = product(tile, lambda sum_: add_halves(sum_, before, turned(keys)), interpreted=interpreted)  # [V, C]
+            q_s = product(tile, lambda sum_: sum_.add(before[0], turned(queries)), interpreted=interpreted)
+            if kept_halves:
+                state_tiles[warpgroup] = before[0]
+            into = along_columns(gates.at[INTO], tile)
+            wanted = halves(load_turned(values) - k_s * into)
+            errors = product(
                 tile,
                 lambda sum_: add_split(sum_, wanted, turned(x_both), turned(x_both.at[:, first])),
                 interpreted=interpreted,
             )
-            split = halves(corrections)
+            split = halves(errors)
+            if kept_halves:
+                for half in range(kept_halves):
+                    error_tiles[warpgroup, half] = split[half]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(state_tiles.at[warpgroup], states_ref.at[b, hv, n, mine])
+                for half in range(kept_halves):
+                    plgpu.copy_smem_to_gmem(error_tiles.at[warpgroup, half], errors_ref.at[b, hv, n, half, mine])
             plgpu.barrier_wait(p_made)
 
             def add_p(sum_: Accumulator) -> None:
@@ -251,14 +251,9 @@ def _state_kernel(
             plgpu.barrier_arrive(p_used)
             # v's tile has been read: o goes out through it.
             turned(values)[...] = (o * scale).astype(jnp.bfloat16)
-            written = halves(corrections * along_columns(gates.at[_ONWARD], tile))
-
-            def add_k(sum_: Accumulator) -> None:
-                sum_.add(written[0], keys)
-                sum_.add(written[1], keys)
-
-            kept = state * along_rows(gates.at[_ACROSS], state_shape)
-            (state,) = accumulate((kept,), add_k, interpreted=interpreted)
+            written = halves(errors * along_columns(gates.at[ONWARD], tile))
+            left = state * along_rows(gates.at[ACROSS], state_shape)
+            (state,) = accumulate((left,), lambda sum_: add_halves(sum_, written, keys), interpreted=interpreted)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -272,7 +267,7 @@ def _state_kernel(
 
 
 def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> jax.Array:
-    """The gates of each chunk, [B, HV, chunks, _GATE_ROWS, C]. T is whole chunks."""
+    """The gates of each chunk, [B, HV, chunks, GATE_ROWS, C]. T is whole chunks."""
 
     def by_chunk(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, CHUNK)
@@ -280,7 +275,7 @@ def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> ja
     beta = by_chunk(beta)
     if g is None and resets is None:
         nothing, one = jnp.zeros_like(beta), jnp.ones_like(beta)
-        return jnp.stack([nothing, nothing, beta, one, one, one], axis=3)
+        return jnp.stack([nothing, nothing, beta, one, beta, one], axis=3)
     g = jnp.zeros_like(beta) if g is None else by_chunk(jnp.maximum(g.astype(jnp.float32), LOWEST_GATE))
     if resets is not None:
         g = jnp.where(by_chunk(resets[:, :, None]) > 0, LOWEST_GATE, g)
@@ -288,7 +283,7 @@ def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> ja
     onward = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
     into = jnp.exp(coarse + fine)
     across = jnp.broadcast_to(into[..., -1:], into.shape)
-    return jnp.stack([coarse, fine, beta, into, jnp.exp(onward), across], axis=3)
+    return jnp.stack([coarse, fine, beta, into, beta * jnp.exp(onward), across], axis=3)
 
 
 def _sums(x: jax.Array) -> jax.Array:
@@ -308,9 +303,9 @@ def _forward(
     *,
     scale: float,
     launch: Launch,
-    tokens_a_block: int | None,
+    keep: bool,
 ) -> tuple[jax.Array, ...]:
-    """o, the final state, and, given `tokens_a_block`, the state before each so many tokens, [B, HV, num, K, V]."""
+    """o, the final state, and, to keep for a backward, what its first four arguments after d_final are."""
     config: PallasGpuConfig = launch.config
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
     time = functools.partial(padded, axis=1, multiple=CHUNK)
@@ -338,7 +333,7 @@ def _forward(
         out_type=output_like((b, hv, t, 2 * CHUNK), jnp.bfloat16, k),
         scratch_types=[
             bfloat16_tile(SIDE_BY_SIDE, CHUNK, depth),
-            plgpu.SMEM((SIDE_BY_SIDE, _GATE_ROWS, CHUNK), jnp.float32),
+            plgpu.SMEM((SIDE_BY_SIDE, GATE_ROWS, CHUNK), jnp.float32),
             bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
             bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
             plgpu.Barrier(num_arrivals=2, num_barriers=SIDE_BY_SIDE),
@@ -349,13 +344,19 @@ def _forward(
         **common,
     )(k, gates)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    if tokens_a_block is not None:
-        out_type.append(output_like((b, hv, -(-true_t // tokens_a_block), width, depth), jnp.float32, v))
-    o, final, *starts = plgpu.kernel(
+    kept_halves = kept_error_halves(g is not None) if keep else 0
+    stages = _STAGES_KEEPING if keep else _STAGES
+    tiles_to_keep = []
+    if keep:
+        out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
+        out_type.append(output_like((b, hv, chunks, kept_halves, width, CHUNK), jnp.bfloat16, v))
+        tiles_to_keep.append(bfloat16_tile(warpgroups, GPU_TILE, depth))
+        tiles_to_keep.append(bfloat16_tile(warpgroups, kept_halves, GPU_TILE, CHUNK))
+    o, final, *kept = plgpu.kernel(
         functools.partial(
             _state_kernel,
             chunks=chunks,
-            chunks_a_block=max(1, (tokens_a_block or CHUNK) // CHUNK),
+            kept_halves=kept_halves,
             group=group,
             warpgroups=warpgroups,
             scale=scale,
@@ -363,89 +364,47 @@ def _forward(
         ),
         out_type=out_type,
         scratch_types=[
-            bfloat16_tile(_STAGES, CHUNK, depth),
-            bfloat16_tile(_STAGES, CHUNK, depth),
-            bfloat16_tile(_STAGES, warpgroups, CHUNK, GPU_TILE),
-            bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
-            plgpu.SMEM((_STAGES, _GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(stages, CHUNK, depth),
+            bfloat16_tile(stages, CHUNK, depth),
+            bfloat16_tile(stages, warpgroups, CHUNK, GPU_TILE),
+            bfloat16_tile(stages, CHUNK, 2 * CHUNK),
+            plgpu.SMEM((stages, GATE_ROWS, CHUNK), jnp.float32),
             bfloat16_tile(CHUNK, 2 * CHUNK),
-            plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=warpgroups),
+            *tiles_to_keep,
         ],
         grid=(hv, width // config.block_v, b),
         grid_names=("head", "values", "batch"),
         num_threads=1 + warpgroups,
         **common,
     )(q, k, v, x, gates, state)
-    states = [jnp.swapaxes(s, -1, -2)[..., :true_depth, :true_width] for s in (final, *starts)]
-    return o[:, :true_t, :, :true_width], *states
-
-
-def _folded(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, **how: Any
-) -> tuple[jax.Array, ...]:
-    """`_forward`, which `jax.vmap` turns into a larger batch: by JAX's own rule the calls would follow each other."""
-    arrays = (q, k, v, g, beta, initial_state, resets)
-
-    @jax.custom_batching.custom_vmap
-    def run(*arrays: Any) -> tuple[jax.Array, ...]:
-        per_channel = g is not None and g.ndim == k.ndim
-        return (pallas_gpu_kda.forward if per_channel else _forward)(*arrays, **how)
-
-    @run.def_vmap
-    def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
-        def fold(x: jax.Array, is_batched: bool) -> jax.Array:
-            x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        given = [None if x is None else fold(x, is_batched) for x, is_batched in zip(arrays, batched, strict=True)]
-        results = _folded(*given, **how)
-        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), (True,) * len(results)
-
-    return run(*arrays)
+    final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]
+    return o[:, :true_t, :, :true_width], final, *((x, gates, *kept) if keep else ())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def _delta_rule(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
 ) -> tuple[jax.Array, jax.Array]:
-    o, final = _folded(q, k, v, g, beta, initial_state, resets, scale=scale, launch=launch, tokens_a_block=None)
+    forward = functools.partial(_forward, scale=scale, launch=launch, keep=False)
+    o, final = folded(forward, q, k, v, g, beta, initial_state, resets)
     return o, final
-
-
-def _xla_launch(t: int, launch: Launch) -> Launch:
-    return Launch(launch.chip, XlaConfig.for_length(t, launch.chip), None)
 
 
 def _keep(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
 ) -> tuple[Any, Any]:
-    """The states that the backward of `xla` starts its blocks from come from the kernel."""
-    blocks: XlaConfig = _xla_launch(q.shape[1], launch).config
-    o, final, starts = _folded(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        resets,
-        scale=scale,
-        launch=launch,
-        tokens_a_block=blocks.chunk * blocks.block_chunks,
-    )
-    return (o, final), (q, k, v, g, beta, initial_state, resets, starts)
+    forward = functools.partial(_forward, scale=scale, launch=launch, keep=True)
+    o, final, *kept = folded(forward, q, k, v, g, beta, initial_state, resets)
+    return (o, final), (q, k, g, beta, resets, *kept)
 
 
 def _pull(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    *operands, starts = saved
-    q = operands[0]
-    b, hv, num, depth, width = starts.shape
-    h = q.shape[2]
-    states = jnp.moveaxis(starts.reshape(b, h, hv // h, num, depth, width), 3, 0)
-    return xla.backward(scale, _xla_launch(q.shape[1], launch), (*operands, states), cotangents)
+    pull = functools.partial(backward, scale=scale, launch=launch)
+    return *folded(pull, *saved, *cotangents), None
 
 
 _delta_rule.defvjp(_keep, _pull)
@@ -464,7 +423,9 @@ def delta_rule_pallas_gpu(
     launch: Launch,
 ) -> tuple[Values, State]:
     """All three ops: by the gate, none, one a head or one a key channel."""
-    return _delta_rule(q, k, v, g, beta, initial_state, resets, scale, launch)
+    per_channel = g is not None and g.ndim == k.ndim
+    run = pallas_gpu_kda.kda if per_channel else _delta_rule
+    return run(q, k, v, g, beta, initial_state, resets, scale, launch)
 
 
 gated_delta_rule_pallas_gpu = kda_pallas_gpu = delta_rule_pallas_gpu

@@ -25,6 +25,7 @@ in L. q in P, k in P, and k as it goes into S are split.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,12 +34,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.core.batching import folded
 from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, padded, product, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
+from tilewright.ops.delta_rule import xla
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
-from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig
+from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig, XlaConfig
 from tilewright.ops.delta_rule.gpu_tiles import (
     CHUNK,
     SIDE_BY_SIDE,
@@ -62,6 +65,19 @@ _LARGEST_EXPONENT = 80.0
 _CHANNELS = 64  # Of a half of the keys: a tile of them in float32 is 32 registers a thread.
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a warpgroup of `_scores_kernel` works: positions in a square of tokens, and its tiles."""
+
+    i: Any  # [C, C]
+    j: Any  # [C, C]
+    q: Any  # [C, 64]
+    k: Any  # [C, 64]
+    g_both: Any  # [2 C, 64]
+    rows: Any  # [3 C, 64]
+    columns: Any  # [2 C, 64]
+
+
 def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
     # inputs
     q_ref, k_ref, g_ref, beta_ref = refs[:4]
@@ -78,110 +94,142 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
 
     @pl.when(n < chunks)
     def _one_chunk():
-        q_tile, k_tile, g_both = q_tiles.at[warpgroup], k_tiles.at[warpgroup], g_tiles.at[warpgroup]
-        rows, columns = row_tiles.at[warpgroup], column_tiles.at[warpgroup]  # [2 C, 64], [2 C, 64]
-        k_rows = rows.at[pl.ds(2 * CHUNK, CHUNK)]
-        beta, across = beta_tiles.at[warpgroup], across_tiles.at[warpgroup]
         ready = arrived.at[warpgroup]
 
         def read(ref: Any) -> jax.Array:
             return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
 
+        def in_turn() -> None:
+            """What is behind is not begun before: with all tiles in registers at once they would be spilled."""
+            plgpu.commit_smem()
+
+        def place(number: Any) -> _Place:
+            # Always 0, which the compiler does not know: it would make addresses and masks of all tiles before the loops, keep
+            # them in registers, and spill.
+            zero = lax.shift_right_logical(n + number, 30)
+            i, j = positions()
+            which = warpgroup + zero
+            return _Place(
+                i + zero,
+                j,
+                q_tiles.at[which],
+                k_tiles.at[which],
+                g_tiles.at[which],
+                row_tiles.at[which],
+                column_tiles.at[which],
+            )
+
+        def sums(here: _Place, mask: jax.Array) -> jax.Array:
+            """Of the gates of the tokens j that the mask has for i, [C, 64]."""
+            ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+            return product(
+                SQUARE,
+                lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), here.g_both),
+                interpreted=interpreted,
+            )
+
+        def scores(
+            here: _Place, keys: Any, of_k: jax.Array, of_q: jax.Array, mask: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            rows, columns = here.rows, here.columns
+            plgpu.commit_smem()
+            alike = product(
+                SQUARE, lambda sum_: sum_.add(keys, turned(columns.at[first])), interpreted=interpreted
+            )  # [C, C]
+            of_k = of_k + jnp.where(mask, alike, 0.0)
+
+            def add_q(sum_: Accumulator) -> None:
+                sum_.add(rows.at[first], turned(columns.at[first]))
+                sum_.add(rows.at[first], turned(columns.at[second]))
+                sum_.add(rows.at[second], turned(columns.at[first]))
+
+            asked = product(SQUARE, add_q, interpreted=interpreted)
+            plgpu.commit_smem()  # Other warps may still be multiplying: only behind them are tiles written again.
+            return of_k, of_q + jnp.where(mask, asked, 0.0)
+
+        def falls(lowest: jax.Array) -> jax.Array:
+            return lax.broadcast_in_dim(lowest, SQUARE, [0]) < -_LARGEST_EXPONENT  # [C, C]
+
+        def inside_blocks(here: _Place, of_k: jax.Array, of_q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Tokens of the same block of 16, except rows that fall; and how low each row has fallen."""
+            in_block = (here.i ^ here.j) < _BLOCK
+            from_start = sums(here, in_block & (here.j <= here.i))
+            lowest = jnp.min(from_start, axis=1)
+            decay = jnp.exp(jnp.maximum(from_start, -_LARGEST_EXPONENT))
+            keep_halves(here.rows, halves(read(here.q) * decay))
+            in_turn()
+            k_rows = here.rows.at[pl.ds(2 * CHUNK, CHUNK)]
+            k_rows[...] = (read(here.k) * decay).astype(jnp.bfloat16)
+            in_turn()
+            keep_halves(here.columns, halves(read(here.k) / decay))
+            of_k, of_q = scores(here, k_rows, of_k, of_q, in_block & (here.i >= here.j) & ~falls(lowest))
+            return of_k, of_q, lowest
+
+        def between_halves(
+            here: _Place, half: Any, of_k: jax.Array, of_q: jax.Array, lowest: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            """Tokens i in the second half of a block of 2 * half, j in its first; without a half i = j."""
+            i, j = here.i, here.j
+            apart = i ^ j
+            left = jnp.exp(sums(here, jnp.where((i & half) != 0, j <= i, j > i) & (apart < half)))
+            keep_halves(here.rows, halves(read(here.q) * left))
+            in_turn()
+            keep_halves(here.columns, halves(read(here.k) * left))
+            pairs = (apart >= half) & (apart < jnp.maximum(2 * half, 1)) & (i >= j)
+            pairs = pairs & (falls(lowest) | (half >= _BLOCK))
+            return scores(here, here.columns.at[first], of_k, of_q, pairs)
+
+        def some_fall(lowest: jax.Array) -> jax.Array:
+            """Whether any row does: a number that all warps have."""
+            everywhere = lowest_tiles.at[warpgroup]
+            everywhere[...] = lowest
+            plgpu.commit_smem()
+            lowest_of_all = jnp.min(along_columns(everywhere, SQUARE), axis=1)
+            plgpu.commit_smem()
+            everywhere[...] = lowest_of_all
+            plgpu.commit_smem()
+            return everywhere[0] < -_LARGEST_EXPONENT
+
         def some_channels(part: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             of_k, of_q = carry
-            # Masks are cheaper to make than to keep: this zero, which differs from round to round for all that the compiler
-            # knows, keeps it from making them all before the loop, and spilling them.
-            zero = lax.shift_right_logical(n + part, 30)
-            i, j = positions()
-            i = i + zero
-            apart = lax.bitwise_xor(i, j)
-
-            def sums(mask: jax.Array) -> jax.Array:
-                """Of the gates of the tokens j that the mask has for i, [C, 64]."""
-                ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
-                return product(
-                    SQUARE,
-                    lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), g_both),
-                    interpreted=interpreted,
-                )
-
-            def scores(keys: Any, of_k: jax.Array, of_q: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-                plgpu.commit_smem()
-                alike = product(
-                    SQUARE, lambda sum_: sum_.add(keys, turned(columns.at[first])), interpreted=interpreted
-                )  # [C, C]
-                of_k = of_k + jnp.where(mask, alike, 0.0)
-
-                def add_q(sum_: Accumulator) -> None:
-                    sum_.add(rows.at[first], turned(columns.at[first]))
-                    sum_.add(rows.at[first], turned(columns.at[second]))
-                    sum_.add(rows.at[second], turned(columns.at[first]))
-
-                asked = product(SQUARE, add_q, interpreted=interpreted)
-                plgpu.commit_smem()  # Other warps may still be multiplying: only behind them are tiles written again.
-                return of_k, of_q + jnp.where(mask, asked, 0.0)
-
-            def falls(lowest: jax.Array) -> jax.Array:
-                return lax.broadcast_in_dim(lowest, SQUARE, [0]) < -_LARGEST_EXPONENT  # [C, C]
-
-            def between_halves(
-                half: Any, of_k: jax.Array, of_q: jax.Array, lowest: jax.Array
-            ) -> tuple[jax.Array, jax.Array]:
-                """Tokens i in the second half of a block of 2 * half, j in its first; without a half i = j."""
-                reached = jnp.where((i & half) != 0, j <= i, j > i) & (apart < half)
-                left = jnp.exp(sums(reached))
-                keep_halves(rows, halves(read(q_tile) * left))
-                keep_halves(columns, halves(read(k_tile) * left))
-                pairs = (apart >= half) & (apart < jnp.maximum(2 * half, 1)) & (i >= j)
-                return scores(columns.at[first], of_k, of_q, pairs & (falls(lowest) | (half >= _BLOCK)))
-
+            here = place(part)
             channels = pl.ds(part * _CHANNELS, _CHANNELS)
             h = lax.div(hv, jnp.int32(group))
-            plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h, channels], q_tile, ready)
-            plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h, channels], k_tile, ready)
-            plgpu.copy_gmem_to_smem(beta_ref.at[b, hv, n], beta, ready)
+            plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h, channels], here.q, ready)
+            plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h, channels], here.k, ready)
+            plgpu.copy_gmem_to_smem(beta_ref.at[b, hv, n], beta_tiles.at[warpgroup], ready)
             g = jnp.maximum(read(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE)
-            keep_halves(g_both, halves(g))
+            keep_halves(here.g_both, halves(g))
             plgpu.commit_smem()
             # Turned, since a sum over rows would go through memory that Pallas has once for all warpgroups.
-            turned_g = read(turned(g_both.at[first])) + read(turned(g_both.at[second]))
+            turned_g = read(turned(here.g_both.at[first])) + read(turned(here.g_both.at[second]))
+            across = across_tiles.at[warpgroup]
             across[...] = jnp.exp(jnp.sum(turned_g, axis=1))
             plgpu.barrier_wait(ready)
-            from_start = sums((apart < _BLOCK) & (j <= i))
-            lowest = jnp.min(from_start, axis=1)
-            decay = jnp.exp(from_start)
-            keep_halves(rows, halves(read(q_tile) * decay))
-            k_rows[...] = (read(k_tile) * decay).astype(jnp.bfloat16)
-            keep_halves(columns, halves(read(k_tile) * jnp.exp(jnp.minimum(-from_start, _LARGEST_EXPONENT))))
-            inside = (apart < _BLOCK) & (i >= j)
-            of_k, of_q = scores(k_rows, of_k, of_q, inside & ~falls(lowest))
-            lowest_tile = lowest_tiles.at[warpgroup]
-            lowest_tile[...] = lowest
-            plgpu.commit_smem()
-            lowest_of_all = jnp.min(along_columns(lowest_tile, SQUARE), axis=1)
-            plgpu.commit_smem()
-            lowest_tile[...] = lowest_of_all
-            plgpu.commit_smem()
+            of_k, of_q, lowest = inside_blocks(here, of_k, of_q)
             # Halves of 32 and 16 tokens, and for rows that fall of 8, 4, 2, 1 and the token itself.
             of_k, of_q = lax.fori_loop(
                 0,
-                jnp.where(lowest_tile[0] < -_LARGEST_EXPONENT, 7, 2),
-                lambda level, kept: between_halves(lax.shift_right_logical(CHUNK // 2, level), *kept, lowest),
+                jnp.where(some_fall(lowest), 7, 2),
+                lambda level, kept: between_halves(
+                    place(part + level), lax.shift_right_logical(CHUNK // 2, level), *kept, lowest
+                ),
                 (of_k, of_q),
             )
 
-            into = jnp.exp(sums(j <= i))
-            keys = read(k_tile)
-            q_tile[...] = (read(q_tile) * into).astype(jnp.bfloat16)
-            k_tile[...] = (keys * into).astype(jnp.bfloat16)
-            keep_halves(rows, halves(keys * jnp.exp(sums(j > i))))
+            here = place(part + CHUNK)
+            keep_halves(here.rows, halves(read(here.k) * jnp.exp(sums(here, here.j > here.i))))
+            in_turn()
+            into = jnp.exp(sums(here, here.j <= here.i))
+            here.q[...] = (read(here.q) * into).astype(jnp.bfloat16)
+            in_turn()
+            here.k[...] = (read(here.k) * into).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile, q_into_ref.at[b, tokens, hv, channels])
-            plgpu.copy_smem_to_gmem(k_tile, k_into_ref.at[b, tokens, hv, channels])
-            plgpu.copy_smem_to_gmem(rows.at[first], k_onward_ref.at[b, tokens, hv, channels])
-            plgpu.copy_smem_to_gmem(
-                rows.at[second], k_onward_ref.at[b, tokens, hv, pl.ds(depth + part * _CHANNELS, _CHANNELS)]
-            )
+            onward_rest = pl.ds(depth + part * _CHANNELS, _CHANNELS)
+            plgpu.copy_smem_to_gmem(here.q, q_into_ref.at[b, tokens, hv, channels])
+            plgpu.copy_smem_to_gmem(here.k, k_into_ref.at[b, tokens, hv, channels])
+            plgpu.copy_smem_to_gmem(here.rows.at[first], k_onward_ref.at[b, tokens, hv, channels])
+            plgpu.copy_smem_to_gmem(here.rows.at[second], k_onward_ref.at[b, tokens, hv, onward_rest])
             plgpu.copy_smem_to_gmem(across, across_ref.at[b, hv, n, channels])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return of_k, of_q
@@ -194,13 +242,13 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             for part in (first, second):
                 plgpu.copy_smem_to_gmem(both.at[part], ref.at[b, hv, tokens, part])
 
-        i, j = positions()
-        keep_halves(rows, halves(of_q))
-        write(p_ref, rows)
-        lower = jnp.where(i > j, of_k * along_rows(beta, SQUARE), 0.0)
-        x = invert(lower, i, j, g_both, columns, interpreted=interpreted)
-        keep_halves(columns, halves(x * along_columns(beta, SQUARE)))
-        write(x_ref, columns)
+        here, beta = place(0), beta_tiles.at[warpgroup]
+        keep_halves(here.rows, halves(of_q))
+        write(p_ref, here.rows)
+        lower = jnp.where(here.i > here.j, of_k * along_rows(beta, SQUARE), 0.0)
+        x = invert(lower, here.i, here.j, here.g_both, here.columns, interpreted=interpreted)
+        keep_halves(here.columns, halves(x * along_columns(beta, SQUARE)))
+        write(x_ref, here.columns)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -308,7 +356,7 @@ def _state_kernel(*refs: Any, chunks: int, chunks_a_block: int, warpgroups: int,
         final_ref[b, hv, mine, :] = state
 
 
-def forward(
+def _forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -326,7 +374,7 @@ def forward(
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
     time = functools.partial(padded, axis=1, multiple=CHUNK)
     if resets is not None:
-        g = jnp.where(resets[:, :, None, None] > 0, LOWEST_GATE, g)
+        g = jnp.where(resets[:, :, None, None].astype(bool), LOWEST_GATE, g)
     # Tokens of zeros leave the state as it is; channels of zeros add nothing.
     g = padded(time(g.astype(jnp.float32)), 3, GPU_TILE)
     q, k = (padded(time(x), 3, GPU_TILE) for x in (q, k))
@@ -402,3 +450,39 @@ def forward(
     )(q_into, k_into, k_onward, v, x, p, across, state)
     states = [jnp.swapaxes(s, -1, -2)[..., :true_depth, :true_width] for s in (final, *starts)]
     return o[:, :true_t, :, :true_width], *states
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def kda(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
+) -> tuple[jax.Array, jax.Array]:
+    forward = functools.partial(_forward, scale=scale, launch=launch, tokens_a_block=None)
+    o, final = folded(forward, q, k, v, g, beta, initial_state, resets)
+    return o, final
+
+
+def _xla_launch(t: int, launch: Launch) -> Launch:
+    return Launch(launch.chip, XlaConfig.for_length(t, launch.chip), None)
+
+
+def _keep(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
+) -> tuple[Any, Any]:
+    """The states that the backward of `xla` starts its blocks from come from the kernel."""
+    blocks: XlaConfig = _xla_launch(q.shape[1], launch).config
+    size = blocks.chunk * blocks.block_chunks
+    forward = functools.partial(_forward, scale=scale, launch=launch, tokens_a_block=size)
+    o, final, starts = folded(forward, q, k, v, g, beta, initial_state, resets)
+    return (o, final), (q, k, v, g, beta, initial_state, resets, starts)
+
+
+def _pull(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    *operands, starts = saved
+    q = operands[0]
+    b, hv, num, depth, width = starts.shape
+    h = q.shape[2]
+    states = jnp.moveaxis(starts.reshape(b, h, hv // h, num, depth, width), 3, 0)
+    return xla.backward(scale, _xla_launch(q.shape[1], launch), (*operands, states), cotangents)
+
+
+kda.defvjp(_keep, _pull)

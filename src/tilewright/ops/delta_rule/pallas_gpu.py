@@ -78,7 +78,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     positions,
     turned,
 )
-from tilewright.ops.delta_rule.pallas_gpu_bwd import backward, kept_error_halves
+from tilewright.ops.delta_rule.pallas_gpu_bwd import ERROR_HALVES, backward
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
@@ -144,11 +144,11 @@ def _state_kernel(
     q_ref, k_ref, v_ref, x_ref, gates_ref, initial_ref = refs[:6]
     # outputs
     o_ref, final_ref = refs[6:8]
-    states_ref, errors_ref = refs[8:10] if kept_halves else (None, None)
+    states_ref, errors_ref = refs[8:10] if kept_halves else (refs[0], refs[0])  # Without: not used.
     # scratch
     scratch = refs[10 if kept_halves else 8 :]
     q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = scratch[:10]
-    state_tiles, error_tiles = scratch[10:] if kept_halves else (None, None)
+    state_tiles, error_tiles = scratch[10:] if kept_halves else (refs[0], refs[0])
     stages = q_ring.shape[0]
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
@@ -344,7 +344,7 @@ def _forward(
         **common,
     )(k, gates)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    kept_halves = kept_error_halves(g is not None) if keep else 0
+    kept_halves = ERROR_HALVES if keep else 0
     stages = _STAGES_KEEPING if keep else _STAGES
     tiles_to_keep = []
     if keep:

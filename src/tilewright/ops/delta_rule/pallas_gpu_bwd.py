@@ -36,9 +36,8 @@ stays in the L2 cache). Of its two warpgroups each has 64 key channels of dq and
 need. Values stream past 64 channels at a time.
 
 Numerics. Accumulators, decays and dS are float32. In the reverse kernel dS, dE and dv are operands of two halves, for their
-errors would pass from chunk to chunk; P, X and what is S, E and dS' in the other kernel are rounded once. By an emulation
-(T 1,000, one head, D128) the errors of dq, dk, dv are then 1.6, 1.8 and 1.1 times those of rounding the results. A gate's
-gradient is a sum of many terms of either sign: with a gate E and dS' have two halves, too.
+errors would pass from chunk to chunk; P, X, and in the other kernel S are rounded once, and without a gate dS'. A gate's
+gradient is a sum of many terms of either sign, so there dS' has two halves. Y, Z and E have two, too.
 """
 
 import functools
@@ -82,15 +81,12 @@ _STAGES = {1: 3, 2: 2}
 # Of 504 that three warpgroups may have together.
 _STATE_REGISTERS, _SCORE_REGISTERS = 200, 104
 _GRADIENT_REGISTERS, _FETCH_REGISTERS = 232, 40
+ERROR_HALVES = 2
 _SIDES = 2  # Warpgroups of `_gradient_kernel` that compute: the one of Y and the one of Z.
 
 # What `_gradient_kernel` sums over channels or tokens, a row each: k . (E dS'^T); columns of the pairs' sums; what goes
 # through exp(G_i), rows of the pairs' sums among it; S . dS'. The last two are a gate's.
 _ONTO, _COLUMNS, _ROWS, _STATES = range(4)
-
-
-def kept_error_halves(gated: bool) -> int:
-    return 2 if gated else 1
 
 
 def _reverse_kernel(*refs: Any, chunks: int, group: int, warpgroups: int, scale: float, interpreted: bool):
@@ -231,7 +227,7 @@ def _gradient_kernel(
     count = lax.div(items - block + blocks - 1, jnp.int32(blocks))
 
     def place(index: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Of the block's work, by number: batch, query head, value head, chunk, and which of its group the value head is."""
+        """Of the block's work, by number: batch, query head, value head, chunk, and which of its group the head is."""
         number, member = quotient(index, group)
         rest, n = quotient(block + number * blocks, chunks)
         b, h = quotient(rest, h_count)
@@ -344,6 +340,7 @@ def _gradient_kernel(
                     gradient + jnp.where(member > 0, plgpu.load(held, layout=WGMMA, optimized=False), 0.0)
                     for gradient, held in ((d_q, held_ref.at[block, side, 0]), (d_k, held_ref.at[block, side, 1]))
                 )
+            through_states = None
             if gated:
                 through_states = jnp.sum(load_tile(queries) * read - k_part * back, axis=1) * own
                 rows.at[_STATES][...] = state_products[0] * own
@@ -359,13 +356,8 @@ def _gradient_kernel(
             pairs = jnp.where(i - j >= side, pairs * decay(gates, i, j) * sign, 0.0)  # Y or Z.
             alike = alike * pairs
             beta = along_columns(gates.at[BETA], SQUARE)
-            if gated:
+            if through_states is not None:
                 rows.at[_ROWS][...] = through_states + jnp.sum(alike * beta, axis=1)
-
-            pair_tiles[side] = (pairs * beta).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(exchanged)
-            plgpu.barrier_wait(exchanged)
 
             def add_pairs(d_q: Accumulator, d_k: Accumulator) -> None:
                 y, z = pair_tiles.at[zero], pair_tiles.at[zero + 1]
@@ -374,7 +366,19 @@ def _gradient_kernel(
                 d_k.add(z, keys)
                 d_k.add(turned(z), keys)
 
-            d_q, d_k = accumulate((d_q, d_k), add_pairs, interpreted=interpreted)
+            def both_have_read() -> None:
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+
+            # One after the other: there is no room for a tile of each.
+            for half, value in enumerate(halves(pairs * beta)):
+                if half > 0:
+                    both_have_read()
+                pair_tiles[side] = value
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(exchanged)
+                plgpu.barrier_wait(exchanged)
+                d_q, d_k = accumulate((d_q, d_k), add_pairs, interpreted=interpreted)
             plgpu.barrier_arrive(gates_free.at[gate_slot])
 
             def add_columns() -> None:
@@ -382,9 +386,7 @@ def _gradient_kernel(
 
             # Sums over rows pass between warps through memory that the warpgroups have in common: one after the other.
             pl.when(side == 0)(add_columns)
-            # Both have read the pairs, and queries and keys.
-            plgpu.barrier_arrive(finished)
-            plgpu.barrier_wait(finished)
+            both_have_read()  # The pairs, and queries and keys.
             pl.when(side == 1)(add_columns)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(rows, rows_ref.at[b, hv, n, side])
@@ -452,7 +454,7 @@ def backward(
     b, hv, chunks, width, depth = states.shape
     t, group, warpgroups = chunks * CHUNK, hv // h, config.warpgroups
     gated = g is not None
-    d_state_halves, error_halves = kept_error_halves(gated), errors.shape[3]
+    d_state_halves, error_halves = 2 if gated else 1, ERROR_HALVES
     time = functools.partial(padded, axis=1, multiple=CHUNK)
     q, k = (padded(time(array), 3, GPU_TILE) for array in (q, k))
     d_o = padded(time(d_o), 3, config.block_v)
@@ -538,7 +540,7 @@ def backward(
         return jnp.moveaxis(x.reshape(b, hv, t), 1, 2)[:, :true_t]
 
     d_beta, d_g = _gate_gradients(jnp.sum(sums, axis=3), gates, gated=gated)
-    if d_g is not None:
+    if g is not None and d_g is not None:
         d_g = by_token(d_g)
         if resets is not None:
             d_g = jnp.where(resets[:, :, None].astype(bool), 0.0, d_g)

@@ -1,18 +1,19 @@
 """KDA as Mosaic GPU kernels for Hopper: two forward kernels. The backward is `xla`'s.
 
-Notation as in pallas_gpu.py, with gates a channel: G_id is the sum of g over the tokens of the chunk to i. A chunk is
+Notation as in pallas_gpu_bwd.py, with gates a channel: G_id is the sum of g over the tokens of the chunk to i. A chunk is
 
-    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd),   P_ij = sum_d q_id k_jd exp(G_id - G_jd),   X = (I + L)^-1
-    n = X diag(beta) (v - (k exp G) S),   o = scale ((q exp G) S + P n),   S <- exp(G_C) S + (k exp(G_C - G))^T n
+    M_ij = sum_d k_id k_jd exp(G_id - G_jd) below the diagonal,   X = (I + M diag(beta))^-1
+    P_ij = sum_d q_id k_jd exp(G_id - G_jd) on and below it
+    E = X (v - (k exp G) S),   o = scale ((q exp G) S + P beta E),   S' = exp(G_C) S + (k exp(G_C - G) beta)^T E
 
-`_scores_kernel` makes X diag(beta), P and the three scaled operands of every chunk, all chunks at once; `_state_kernel`
+`_scores_kernel` makes X, P beta and the three scaled operands of every chunk, all chunks at once; `_state_kernel`
 carries S through them with nothing but products.
 
-Scores. exp(G_i - G_j) does not factor without overflow, so the chunk is cut: for i in the second half of a block of 2 h
-tokens and j in its first, both sides are scaled to the middle, exponents at most 0, for h = 32 and 16. Inside 16 tokens both
-are scaled to the block's start: q_i exp(G_i - G_start) and k_j exp(G_start - G_j), whose exponent is positive. That is right
-while no gate lets G fall by more than 80 in 16 tokens; gates of -5 do not. Rows where it does are made by halves of 8, 4, 2
-and 1 tokens instead, in a loop that is empty where there are none. Which way a row takes depends on tokens up to it alone.
+Scores. exp(G_i - G_j) does not factor without overflow, so the chunk is cut in two. For i in the second half and j in the
+first, both sides are scaled to the middle: exponents are at most 0. Inside a half both are scaled to its start: q_i
+exp(G_i - G_start) and k_j exp(G_start - G_j), whose exponent is positive. That is right while G falls by less than 80 in 32
+tokens, gates of -2.5. Rows for which it falls further are cut again, by halves of 16, 8, 4, 2 and 1 tokens, in a loop that
+is empty where there are none. Which way a row takes depends on tokens up to it alone.
 
 Sums of gates are products of the matrix unit with zeros and ones, of the gates' bfloat16 and the rest: nothing is a
 difference of two sums.
@@ -20,8 +21,8 @@ difference of two sums.
 Floor for K = V = D, a token and head: q, k, v read and o written in bfloat16 and g read in float32, 12 D bytes. Here:
 scaled operands, X and P are written and read, 26 D bytes more at D = 128. H96 T8192: 3.8 GB, 0.9 ms of an H200.
 
-Numerics: as in pallas_gpu.py. Rounded once, since they add less than half of the rounding of o: k and q as S meets them, and k
-in L. q in P, k in P, and k as it goes into S are split.
+Numerics: as in pallas_gpu.py. Rounded once, since they add less than half of the rounding of o: k and q as S meets them,
+and k in L. q in P, k in P, and k as it goes into S are split.
 """
 
 import functools
@@ -60,8 +61,9 @@ from tilewright.ops.delta_rule.gpu_tiles import (
 
 _STAGES = 2
 _STATE_REGISTERS, _FETCH_REGISTERS = 240, 24
-_BLOCK = 16
-_LARGEST_EXPONENT = 80.0
+_BLOCK = 32
+_LARGEST_EXPONENT = 115.0  # Of 2; bfloat16 has 127, and the rest of a rounded number is 2^-9 of it.
+_LOG2_E = 1.4426950408889634
 _CHANNELS = 64  # Of a half of the keys: a tile of them in float32 is 32 registers a thread.
 
 
@@ -104,8 +106,8 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             plgpu.commit_smem()
 
         def place(number: Any) -> _Place:
-            # Always 0, which the compiler does not know: it would make addresses and masks of all tiles before the loops, keep
-            # them in registers, and spill.
+            # Always 0, which the compiler does not know: it would make addresses and masks of all tiles before the loops,
+            # keep them in registers, and spill.
             zero = lax.shift_right_logical(n + number, 30)
             i, j = positions()
             which = warpgroup + zero
@@ -151,11 +153,11 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             return lax.broadcast_in_dim(lowest, SQUARE, [0]) < -_LARGEST_EXPONENT  # [C, C]
 
         def inside_blocks(here: _Place, of_k: jax.Array, of_q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Tokens of the same block of 16, except rows that fall; and how low each row has fallen."""
+            """Tokens of the same block of 32, except rows that fall; and how low each row has fallen."""
             in_block = (here.i ^ here.j) < _BLOCK
             from_start = sums(here, in_block & (here.j <= here.i))
             lowest = jnp.min(from_start, axis=1)
-            decay = jnp.exp(jnp.maximum(from_start, -_LARGEST_EXPONENT))
+            decay = jnp.exp2(jnp.maximum(from_start, -_LARGEST_EXPONENT))
             keep_halves(here.rows, halves(read(here.q) * decay))
             in_turn()
             k_rows = here.rows.at[pl.ds(2 * CHUNK, CHUNK)]
@@ -171,7 +173,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             """Tokens i in the second half of a block of 2 * half, j in its first; without a half i = j."""
             i, j = here.i, here.j
             apart = i ^ j
-            left = jnp.exp(sums(here, jnp.where((i & half) != 0, j <= i, j > i) & (apart < half)))
+            left = jnp.exp2(sums(here, jnp.where((i & half) != 0, j <= i, j > i) & (apart < half)))
             keep_halves(here.rows, halves(read(here.q) * left))
             in_turn()
             keep_halves(here.columns, halves(read(here.k) * left))
@@ -198,29 +200,30 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h, channels], here.q, ready)
             plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h, channels], here.k, ready)
             plgpu.copy_gmem_to_smem(beta_ref.at[b, hv, n], beta_tiles.at[warpgroup], ready)
-            g = jnp.maximum(read(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE)
+            g = jnp.maximum(read(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * _LOG2_E
             keep_halves(here.g_both, halves(g))
             plgpu.commit_smem()
             # Turned, since a sum over rows would go through memory that Pallas has once for all warpgroups.
             turned_g = read(turned(here.g_both.at[first])) + read(turned(here.g_both.at[second]))
             across = across_tiles.at[warpgroup]
-            across[...] = jnp.exp(jnp.sum(turned_g, axis=1))
+            across[...] = jnp.exp2(jnp.sum(turned_g, axis=1))
             plgpu.barrier_wait(ready)
             of_k, of_q, lowest = inside_blocks(here, of_k, of_q)
-            # Halves of 32 and 16 tokens, and for rows that fall of 8, 4, 2, 1 and the token itself.
+            # Halves of 32 tokens, and for rows that fall of 16, 8, 4, 2, 1 and the token itself.
             of_k, of_q = lax.fori_loop(
                 0,
-                jnp.where(some_fall(lowest), 7, 2),
+                jnp.where(some_fall(lowest), 7, 1),
                 lambda level, kept: between_halves(
-                    place(part + level), lax.shift_right_logical(CHUNK // 2, level), *kept, lowest
+                    place(part + level), lax.shift_right_logical(CHUNK // 2, level), kept[0], kept[1], lowest
                 ),
                 (of_k, of_q),
             )
 
             here = place(part + CHUNK)
-            keep_halves(here.rows, halves(read(here.k) * jnp.exp(sums(here, here.j > here.i))))
+            onward = jnp.exp2(sums(here, here.j > here.i)) * along_rows(beta_tiles.at[warpgroup], SQUARE)
+            keep_halves(here.rows, halves(read(here.k) * onward))
             in_turn()
-            into = jnp.exp(sums(here, here.j <= here.i))
+            into = jnp.exp2(sums(here, here.j <= here.i))
             here.q[...] = (read(here.q) * into).astype(jnp.bfloat16)
             in_turn()
             here.k[...] = (read(here.k) * into).astype(jnp.bfloat16)
@@ -243,11 +246,11 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
                 plgpu.copy_smem_to_gmem(both.at[part], ref.at[b, hv, tokens, part])
 
         here, beta = place(0), beta_tiles.at[warpgroup]
-        keep_halves(here.rows, halves(of_q))
+        keep_halves(here.rows, halves(of_q * along_columns(beta, SQUARE)))
         write(p_ref, here.rows)
-        lower = jnp.where(here.i > here.j, of_k * along_rows(beta, SQUARE), 0.0)
+        lower = jnp.where(here.i > here.j, of_k * along_columns(beta, SQUARE), 0.0)
         x = invert(lower, here.i, here.j, here.g_both, here.columns, interpreted=interpreted)
-        keep_halves(here.columns, halves(x * along_columns(beta, SQUARE)))
+        keep_halves(here.columns, halves(x))
         write(x_ref, here.columns)
         plgpu.wait_smem_to_gmem(0)
 
@@ -328,19 +331,19 @@ def _state_kernel(*refs: Any, chunks: int, chunks_a_block: int, warpgroups: int,
             def add_x(sum_: Accumulator) -> None:
                 add_split(sum_, wanted, turned(x_both), turned(x_both.at[:, first]))
 
-            corrections = halves(product(tile_shape, add_x, interpreted=interpreted))
+            errors = halves(product(tile_shape, add_x, interpreted=interpreted))
 
             def add_p(sum_: Accumulator) -> None:
-                add_split(sum_, corrections, turned(p_both), turned(p_both.at[:, first]))
+                add_split(sum_, errors, turned(p_both), turned(p_both.at[:, first]))
 
             (o,) = accumulate((q_s,), add_p, interpreted=interpreted)
             # v's tile has been read: o goes out through it.
             turned(values)[...] = (o * scale).astype(jnp.bfloat16)
 
             def add_k(sum_: Accumulator) -> None:
-                sum_.add(corrections[0], k_out.at[:, pl.ds(0, depth)])
-                sum_.add(corrections[1], k_out.at[:, pl.ds(0, depth)])
-                sum_.add(corrections[0], k_out.at[:, pl.ds(depth, depth)])
+                sum_.add(errors[0], k_out.at[:, pl.ds(0, depth)])
+                sum_.add(errors[1], k_out.at[:, pl.ds(0, depth)])
+                sum_.add(errors[0], k_out.at[:, pl.ds(depth, depth)])
 
             kept = state * along_columns(across_ring.at[slot], state_shape)
             (state,) = accumulate((kept,), add_k, interpreted=interpreted)

@@ -420,7 +420,7 @@ def advance(
     across: list[Any] = [None] * n
     if decay is None:
         assert chunk.g is not None
-        q, k, written, across = _channel_passage(chunk, n, width, how)
+        q, k, written, across = channel_passage(chunk, n, width, how)
         narrow = ""
     elif decay.across is not None:
         across = [decay.across[:, h : h + 1] for h in range(n)]
@@ -449,7 +449,7 @@ def advance(
     return o, tuple(after)
 
 
-def _channel_passage(
+def channel_passage(
     chunk: Chunk, n: int, width: int, how: Exactness
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
     """For a gate a channel: q and k as the state before the chunk meets them, k as that after it does, and `across`."""

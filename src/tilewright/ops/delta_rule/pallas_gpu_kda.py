@@ -485,7 +485,7 @@ def _pull(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[An
     b, hv, num, depth, width = starts.shape
     h = q.shape[2]
     states = jnp.moveaxis(starts.reshape(b, h, hv // h, num, depth, width), 3, 0)
-    return xla.backward(scale, _xla_launch(q.shape[1], launch), (*operands, states), cotangents)
+    return xla.backward(scale, _xla_launch(q.shape[1], launch), (*operands, states, None), cotangents)
 
 
 kda.defvjp(_keep, _pull)

@@ -26,6 +26,7 @@ class Exactness(enum.Enum):
 
     HIGHEST = "as float32"
     HIGH = "as three products of bfloat16, by XLA"
+    ON_CPU = "as float32, and a^T b as a product with a copy of a^T, which XLA's CPU backend is faster at"
     SPLIT = "as up to three products of bfloat16, laid side by side"
 
 
@@ -71,10 +72,13 @@ def split(x: jax.Array, how: Exactness, narrow: bool = False) -> tuple[jax.Array
 
 def multiply(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...], form: Form, how: Exactness) -> jax.Array:
     """The product of two sums of terms; lo times lo is left out."""
+    if how is Exactness.ON_CPU and form == "tn":
+        # The barrier keeps XLA from making it a^T b again.
+        return multiply((jax.lax.optimization_barrier(a[0].T),), b, "nn", how)
     axes = _CONTRACT[form]
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     if how is not Exactness.SPLIT:
-        precision = jax.lax.Precision.HIGHEST if how is Exactness.HIGHEST else jax.lax.Precision.HIGH
+        precision = jax.lax.Precision.HIGH if how is Exactness.HIGH else jax.lax.Precision.HIGHEST
         return jax.lax.dot_general(a[0], b[0], dimensions, precision=precision, preferred_element_type=a[0].dtype)
     pairs = [(a[0], b[0]), *((lo, b[0]) for lo in a[1:]), *((a[0], lo) for lo in b[1:])]
     # Side by side only where that moves nothing between lanes.

@@ -3,9 +3,14 @@
 The algebra of a chunk is in chunk.py. A block of chunks is worked on at a time: their products all together, then the
 state through them in order. Blocks follow each other in a scan.
 
+Only what needs the state is inside the scan over chunks, and it is made of plain products a b: what comes transposed is
+turned before. The rest is products of all chunks of a block at once. The backward is written by hand where the state is,
+and is JAX's where it is not (`_ready`).
+
 Memory: the forward keeps one state a block for the backward (4 K V bytes for 1,024 tokens and a head), and the inputs. The
 backward goes over the blocks from the last to the first, makes a block's chunks anew, and pulls the gradients through
-them: what it needs beyond the gradients is of one block, whatever T is.
+them: what it needs beyond the gradients is of one block, whatever T is. On a CPU a block is 256 tokens, and the
+forward keeps U and the inverses too, 4 V and 4 C bytes a token and head: 8 % less time (aarch64, T4096, 4 heads of 128).
 
 Query and key heads are not repeated for groups of value heads: what depends on q and k alone is made once a group.
 
@@ -28,9 +33,8 @@ from tilewright.ops.delta_rule.chunk import (
     LOWEST_GATE,
     Chunk,
     Gates,
-    Masks,
     Runs,
-    advance,
+    channel_passage,
     coarse_and_fine,
     decay_of,
     inverses,
@@ -38,17 +42,21 @@ from tilewright.ops.delta_rule.chunk import (
     scores,
 )
 from tilewright.ops.delta_rule.config import XlaConfig
-from tilewright.ops.delta_rule.products import Exactness
+from tilewright.ops.delta_rule.products import Exactness, Form, multiply
 
 Config = XlaConfig
 
-
-def default_config(chip: Chip, q: Keys, *rest: Any, scale: float) -> XlaConfig:
-    del rest, scale
-    return XlaConfig.for_length(q.shape[1], chip)
+_SUBSTITUTED = 8  # Rows of the diagonal blocks that a CPU inverts row by row; 4 and 16 take longer.
 
 
-def _exactness(dtype: Any) -> Exactness:
+def default_config(chip: Chip, q: Keys, k: Keys, v: Values, g: Gate | None, *rest: Any, scale: float) -> XlaConfig:
+    del k, v, rest, scale
+    return XlaConfig.for_length(q.shape[1], chip, channel_gate=g is not None and g.ndim == 4)
+
+
+def _exactness(dtype: Any, chip: Chip) -> Exactness:
+    if chip.platform == "cpu":
+        return Exactness.ON_CPU
     return Exactness.HIGH if dtype == jnp.bfloat16 else Exactness.HIGHEST
 
 
@@ -62,113 +70,213 @@ def _pad_time(x: jax.Array, t: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, t - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
-def _blocks(x: jax.Array, h: int, config: XlaConfig) -> jax.Array:
-    """[B, T, heads, ...] as [num_blocks, B, H, G, block_chunks, C, ...], heads = H G."""
-    b, t, heads = x.shape[:3]
-    c, chunks = config.chunk, config.block_chunks
-    x = x.reshape(b, t // (c * chunks), chunks, c, h, heads // h, *x.shape[3:])
-    return jnp.moveaxis(x, (1, 0, 4, 5, 2, 3), (0, 1, 2, 3, 4, 5))
+def _blocks(x: jax.Array, config: XlaConfig) -> jax.Array:
+    """[B, T, ...] as [num_blocks, B, tokens, ...]."""
+    b, t = x.shape[:2]
+    tokens = config.chunk * config.block_chunks
+    return jnp.moveaxis(x.reshape(b, t // tokens, tokens, *x.shape[2:]), 1, 0)
 
 
 def _unblock(x: jax.Array) -> jax.Array:
     """The way back from `_blocks`."""
-    num, b, h, groups, chunks, c = x.shape[:6]
-    x = jnp.moveaxis(x, (0, 1, 2, 3, 4, 5), (1, 0, 4, 5, 2, 3))
-    return x.reshape(b, num * chunks * c, h * groups, *x.shape[6:])
+    num, b, tokens = x.shape[:3]
+    return jnp.moveaxis(x, 0, 1).reshape(b, num * tokens, *x.shape[3:])
 
 
-def _inverse(lower: jax.Array, mask: Masks, how: Exactness, on_cpu: bool) -> jax.Array:
-    if not on_cpu:
-        return inverses([lower], mask, 1, how)[0]
-    # LAPACK's substitution takes a quarter of the time of the products (64 tokens, 2 cores of an aarch64).
-    identity = jnp.eye(lower.shape[0], dtype=lower.dtype)
-    return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True, unit_diagonal=True)
+def _chunks(x: jax.Array, h: int, chunk: int) -> jax.Array:
+    """[B, tokens, heads, ...] as [chunks, B, H, G, C, ...], heads = H G."""
+    b, tokens, heads = x.shape[:3]
+    x = x.reshape(b, tokens // chunk, chunk, h, heads // h, *x.shape[3:])
+    return jnp.moveaxis(x, (1, 0, 3, 4, 2), (0, 1, 2, 3, 4))
 
 
-def _one_head(
-    state: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    beta: jax.Array,
-    starts: jax.Array | None,
-    *,
-    scale: float,
-    how: Exactness,
-    on_cpu: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """The chunks of a block, one head: q [chunks, C, K], ..., state [K, V] -> the state after them, o [chunks, C, V]."""
-    made = masks(q.shape[1], 1, np.dtype(state.dtype), channels=g is not None and g.ndim == 3)
+def _unchunk(x: jax.Array) -> jax.Array:
+    """The way back from `_chunks`."""
+    chunks, b, h, groups, c = x.shape[:5]
+    x = jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 0, 3, 4, 2))
+    return x.reshape(b, chunks * c, h * groups, *x.shape[5:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """A chunk before the state comes: U = (I + L)^-1 (w - e S), o = q S + M U, S' = across S + written^T U."""
+
+    q: Any  # [C, K]: scale into q
+    e: Any  # [C, K]: beta into k
+    w: Any  # [C, V]: beta v
+    written: Any  # [C, K]: onward k
+    across: Any  # [1, 1] or [K, 1]; None is 1
+    read: Any  # [C, C]: M
+    erase: Any  # [C, C]: L
+
+
+jax.tree_util.register_dataclass(_Ready)
+
+
+def _chunk_ready(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any, *, scale: float, how: Exactness) -> _Ready:
+    """A chunk of one head: q and k [C, K], v [C, V], g [C] or [C, K], beta and starts [C]."""
+    made = masks(q.shape[0], 1, np.dtype(q.dtype), channels=g is not None and g.ndim == 2)
     mask = jax.tree.map(jnp.asarray, made)
+    runs = gates = None
+    if starts is not None:
+        count = jnp.cumsum(starts, dtype=jnp.int32)
+        runs = Runs(count[:, None], count[None, :])
+    if g is not None:
+        g = jnp.maximum(g, LOWEST_GATE)
+    if g is not None and g.ndim == 1:
 
-    def chunk_of(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any) -> Chunk:
-        runs = gates = None
-        if starts is not None:
-            count = jnp.cumsum(starts, dtype=jnp.int32)
-            runs = Runs(count[:, None], count[None, :])
-        if g is not None:
-            g = jnp.maximum(g, LOWEST_GATE)
-        if g is not None and g.ndim == 1:
-            coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), functools.partial(jnp.cumsum, axis=0))
-            gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
-            g = g[None, :]
-        return Chunk(q, k, v, beta[:, None], g, gates, runs, None)
+        def sums(x: jax.Array) -> jax.Array:
+            # A product: what a CPU makes of jnp.cumsum is done again for each pair that reads it.
+            return jax.lax.dot_general(x, mask.seen, (((0,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
 
-    def within(chunk: Chunk) -> Any:
-        chunk = dataclasses.replace(chunk, mask=mask)
-        decay = decay_of(chunk, how)
-        read, erase = scores(chunk, decay, scale=scale, how=how)
-        inverted = _inverse(jax.lax.stop_gradient(erase), mask, how, on_cpu)
-        return decay, read, erase, inverted
-
-    def onward(state: jax.Array, given: Any) -> tuple[jax.Array, jax.Array]:
-        chunk, decay, read, erase, inverted = given
-        chunk = dataclasses.replace(chunk, mask=mask)
-        o, (after,) = advance((state,), chunk, decay, read, erase, inverted, scale=scale, how=how)
-        return after, o
-
-    chunks = jax.vmap(chunk_of)(q, k, v, g, beta, starts)
-    return jax.lax.scan(onward, state, (chunks, *jax.vmap(within)(chunks)))
+        coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), sums)
+        gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
+        g = g[None, :]
+    chunk = Chunk(q, k, v, beta[:, None], g, gates, runs, mask)
+    decay = decay_of(chunk, how)
+    read, erase = scores(chunk, decay, scale=scale, how=how)
+    asking, erasing, written, across = q, k, k, None
+    if decay is None:
+        asking, erasing, written, (across,) = channel_passage(chunk, 1, 1, how)
+    elif decay.into is not None:
+        asking, erasing, written, across = decay.into * q, decay.into * k, decay.onward * k, decay.across
+    return _Ready(scale * asking, chunk.beta * erasing, chunk.beta * v, written, across, read, erase)
 
 
-def _block(state: jax.Array, tokens: Any, *, scale: float, dtype: Any, on_cpu: bool) -> tuple[jax.Array, jax.Array]:
-    """One block of all heads: state [B, H, G, K, V] -> the state after it, o [B, H, G, chunks, C, V]."""
-    q, k, v, g, beta, starts = tokens
-    wide = accumulator(dtype)
-    one = functools.partial(_one_head, scale=scale, how=_exactness(dtype), on_cpu=on_cpu)
+def _ready(tokens: Any, starts: Any, *, scale: float, chunk: int, how: Exactness) -> _Ready:
+    """All chunks of a block, from [B, tokens, heads, ...]: leading axes [chunks, B, H, G]."""
+    q, k, v, g, beta = tokens
+    h, wide = q.shape[2], accumulator(v.dtype)
+    one = functools.partial(_chunk_ready, scale=scale, how=how)
     # Groups innermost: what does not depend on the group is not made again for it.
-    over_groups = jax.vmap(one, in_axes=(0, None, None, 0, 0, 0, None))
-    over_heads = jax.vmap(over_groups, in_axes=(0, 0, 0, 0, 0, 0, None))
-    over_batch = jax.vmap(over_heads)
-    state, o = over_batch(
-        state,
-        q[:, :, 0].astype(wide),
-        k[:, :, 0].astype(wide),
-        v.astype(wide),
-        g,
-        beta,
-        None if starts is None else starts[:, 0, 0],
+    over_groups = jax.vmap(one, in_axes=(None, None, 0, 0, 0, None))
+    over_heads = jax.vmap(over_groups, in_axes=(0, 0, 0, 0, 0, None))
+    over_chunks = jax.vmap(jax.vmap(over_heads))
+
+    def chunks(x: jax.Array, heads: int) -> jax.Array:
+        return _chunks(x, heads, chunk)
+
+    return over_chunks(
+        chunks(q, h)[:, :, :, 0].astype(wide),
+        chunks(k, h)[:, :, :, 0].astype(wide),
+        chunks(v, h).astype(wide),
+        None if g is None else chunks(g, h),
+        chunks(beta, h),
+        None if starts is None else chunks(starts[:, :, None], 1)[:, :, 0, 0],
     )
-    return state, o.astype(dtype)
 
 
-def _in_blocks(q: Any, k: Any, v: Any, g: Any, beta: Any, resets: Any, config: XlaConfig) -> Any:
-    """The arguments as blocks, to scan over."""
-    h = q.shape[2]
-    padded = _padded_length(q.shape[1], config)
+def _times(a: jax.Array, b: jax.Array, form: Form, how: Exactness) -> jax.Array:
+    """Products of the last two axes."""
+    product = functools.partial(multiply, form=form, how=how)
+    for _ in a.shape[2:]:
+        product = jax.vmap(product)
+    return product((a,), (b,))
 
-    def blocks(x: jax.Array, heads: int) -> jax.Array:
-        return _blocks(_pad_time(x, padded), heads, config)
 
-    return (
-        blocks(q, h),
-        blocks(k, h),
-        blocks(v, h),
-        None if g is None else blocks(g, h),
-        blocks(beta, h),
-        None if resets is None else blocks(resets[:, :, None], 1),
-    )
+def _transposed(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _inverse(lower: jax.Array, how: Exactness) -> jax.Array:
+    """(I + L)^-1, [..., C, C], built as chunk.py says."""
+    c = lower.shape[-1]
+    if how is not Exactness.ON_CPU:
+        mask = jax.tree.map(jnp.asarray, masks(c, 1, np.dtype(lower.dtype), channels=False))
+        flat = jax.vmap(lambda one: inverses([one], mask, 1, how)[0])(lower.reshape(-1, c, c))
+        return flat.reshape(lower.shape)
+    # Blocks without the masks that a matrix unit is fed with: a fifth of the time (32 tokens, a core of an aarch64), and
+    # 0.6 of LAPACK's. The threads of LAPACK go on spinning when it is done, and keep XLA's from the cores.
+    if c <= _SUBSTITUTED:
+        return _substituted(lower)
+    half = c // 2
+    first, second = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]), how)
+    below = _times(second, _times(lower[..., half:, :half], first, "nn", how), "nn", how)
+    return jnp.block([[first, jnp.zeros_like(first)], [-below, second]])
+
+
+def _substituted(lower: jax.Array) -> jax.Array:
+    """(I + L)^-1, row by row."""
+    c = lower.shape[-1]
+
+    def row(i: Any, x: jax.Array) -> jax.Array:
+        factors = jax.lax.dynamic_index_in_dim(lower, i, axis=-2, keepdims=False)  # [..., C]
+        found = jax.lax.dynamic_index_in_dim(x, i, axis=-2, keepdims=False) - jnp.sum(factors[..., None] * x, axis=-2)
+        return jax.lax.dynamic_update_index_in_dim(x, found, i, axis=-2)
+
+    place = jax.lax.broadcasted_iota(jnp.int32, lower.shape, lower.ndim - 2)
+    identity = jnp.broadcast_to(jnp.eye(c, dtype=lower.dtype), lower.shape)
+    first_two = identity - jnp.where(place == 1, lower, 0.0)
+    return jax.lax.fori_loop(2, c, row, first_two)
+
+
+def _kept(across: Any, state: jax.Array) -> jax.Array:
+    return state if across is None else across * state
+
+
+def _pass_on(state: jax.Array, ready: _Ready, inverted: jax.Array, how: Exactness) -> tuple[jax.Array, Any, Any]:
+    """The state [B, H, G, K, V] through the chunks: after them, before each, and U of each."""
+
+    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+        e, w, written, across, inverted = chunk
+        u = _times(inverted, w - _times(e, state, "nn", how), "nn", how)  # [C, V]
+        return _kept(across, state) + _times(written, u, "nn", how), (state, u)
+
+    # What is multiplied transposed is turned before, all chunks at once.
+    chunks = (ready.e, ready.w, _transposed(ready.written), ready.across, inverted)
+    after, (states, u) = jax.lax.scan(step, state, chunks)
+    return after, states, u
+
+
+def _states(state: jax.Array, ready: _Ready, u: jax.Array, how: Exactness) -> jax.Array:
+    """The states before each chunk, where U is known."""
+
+    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+        written, across, u = chunk
+        return _kept(across, state) + _times(written, u, "nn", how), state
+
+    return jax.lax.scan(step, state, (_transposed(ready.written), ready.across, u))[1]
+
+
+def _pull_back(
+    ready: _Ready,
+    inverted: jax.Array,
+    states: jax.Array,
+    u: jax.Array,
+    d_after: jax.Array,
+    d_o: jax.Array,
+    how: Exactness,
+) -> tuple[jax.Array, _Ready]:
+    """The gradients of the state before the chunks, and of the chunks; d_o [chunks, B, H, G, C, V]."""
+
+    def step(d_after: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
+        asked, written, across, inverted, d_o, d_u = chunk
+        d_w = _times(inverted, d_u + _times(written, d_after, "nn", how), "nn", how)  # [C, V]
+        both = jnp.concatenate([d_o, -d_w], axis=-2)
+        return _kept(across, d_after) + _times(asked, both, "nn", how), (d_after, d_w)
+
+    asked = _transposed(jnp.concatenate([ready.q, ready.e], axis=-2))  # [K, 2 C]
+    d_u = _times(ready.read, d_o, "tn", how)  # [C, V]: what comes from the chunk's own outputs.
+    chunks = (asked, ready.written, ready.across, _transposed(inverted), d_o, d_u)
+    d_state, (d_afters, d_w) = jax.lax.scan(step, d_after, chunks, reverse=True)
+    both = jnp.concatenate([d_o, -d_w], axis=-2)  # [2 C, V]
+    d_q, d_e = jnp.split(_times(both, states, "nt", how), 2, axis=-2)  # [C, K]
+    d_read, d_erase = jnp.split(_times(both, u, "nt", how), 2, axis=-2)  # [C, C]
+    d_written = _times(u, d_afters, "nt", how)  # [C, K]
+    d_across = None
+    if ready.across is not None:
+        alike = tuple(axis for axis in (-2, -1) if ready.across.shape[axis] == 1)
+        d_across = jnp.sum(states * d_afters, axis=alike, keepdims=True)
+    return d_state, _Ready(d_q, d_e, d_w, d_written, d_across, d_read, d_erase)
+
+
+def _in_blocks(tokens: Any, config: XlaConfig) -> Any:
+    """Arrays [B, T, ...] as blocks, to scan over."""
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return _blocks(_pad_time(x, _padded_length(x.shape[1], config)), config)
+
+    return jax.tree.map(blocks, tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
@@ -184,46 +292,44 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
+    how = _exactness(v.dtype, launch.chip)
 
-    def step(state: jax.Array, tokens: Any) -> tuple[jax.Array, Any]:
-        after, o = _block(state, tokens, scale=scale, dtype=v.dtype, on_cpu=launch.chip.platform == "cpu")
-        return after, (o, state)
+    def step(state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+        ready = _ready(*block, scale=scale, chunk=launch.config.chunk, how=how)
+        inverted = _inverse(ready.erase, how)
+        after, states, u = _pass_on(state, ready, inverted, how)
+        o = _times(ready.q, states, "nn", how) + _times(ready.read, u, "nn", how)
+        return after, (_unchunk(o.astype(v.dtype)), state, (inverted, u) if how is Exactness.ON_CPU else None)
 
-    tokens = _in_blocks(q, k, v, g, beta, resets, launch.config)
-    state, (o, states) = jax.lax.scan(step, initial_state.reshape(b, h, hv // h, depth, width), tokens)
+    blocks = _in_blocks(((q, k, v, g, beta), resets), launch.config)
+    state, (o, states, solved) = jax.lax.scan(step, initial_state.reshape(b, h, hv // h, depth, width), blocks)
     results = _unblock(o)[:, :t], state.reshape(b, hv, depth, width)
-    return results, (q, k, v, g, beta, initial_state, resets, states)
+    return results, (q, k, v, g, beta, initial_state, resets, states, solved)
 
 
 def backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, g, beta, initial_state, resets, states = saved
+    """The gradients, from the arguments, the state before each block, and what was solved there: None to solve it again."""
+    q, k, v, g, beta, initial_state, resets, states, solved = saved
     d_o, d_state = cotangents
-    b, t, h, depth = q.shape
-    hv, width = v.shape[2:]
-    q_blocks, k_blocks, v_blocks, g_blocks, beta_blocks, start_blocks = _in_blocks(
-        q, k, v, g, beta, resets, launch.config
-    )
-    d_o_blocks = _blocks(_pad_time(d_o, _padded_length(t, launch.config)), h, launch.config)
+    how = _exactness(v.dtype, launch.chip)
+    chunk = launch.config.chunk
 
-    def step(d_state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
-        state, q, k, v, g, beta, starts, d_o = block
+    def step(d_after: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+        state, solved, tokens, starts, d_o = block
+        ready, pull = jax.vjp(lambda tokens: _ready(tokens, starts, scale=scale, chunk=chunk, how=how), tokens)
+        if solved is None:
+            inverted = _inverse(ready.erase, how)
+            _, states, u = _pass_on(state, ready, inverted, how)
+        else:
+            inverted, u = solved
+            states = _states(state, ready, u, how)
+        d_o = _chunks(d_o, q.shape[2], chunk).astype(state.dtype)
+        d_state, d_ready = _pull_back(ready, inverted, states, u, d_after, d_o, how)
+        return d_state, pull(d_ready)[0]
 
-        def forward(state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
-            return _block(
-                state, (q, k, v, g, beta, starts), scale=scale, dtype=v.dtype, on_cpu=launch.chip.platform == "cpu"
-            )
-
-        _, pull = jax.vjp(forward, state, q, k, v, g, beta)
-        d_before, *d_tokens = pull((d_state, d_o))
-        return d_before, d_tokens
-
-    d_state, (d_q, d_k, d_v, d_g, d_beta) = jax.lax.scan(
-        step,
-        d_state.reshape(b, h, hv // h, depth, width),
-        (states, q_blocks, k_blocks, v_blocks, g_blocks, beta_blocks, start_blocks, d_o_blocks),
-        reverse=True,
-    )
-    gradients = [None if d is None else _unblock(d)[:, :t] for d in (d_q, d_k, d_v, d_g, d_beta)]
+    blocks = _in_blocks(((q, k, v, g, beta), resets, d_o), launch.config)
+    d_state, gradients = jax.lax.scan(step, d_state.reshape(states.shape[1:]), (states, solved, *blocks), reverse=True)
+    gradients = jax.tree.map(lambda d: _unblock(d)[:, : q.shape[1]], gradients)
     return *gradients, d_state.reshape(initial_state.shape), None
 
 

@@ -255,8 +255,26 @@ def test_the_doctor_names_what_is_missing_and_what_mends_it(tmp_path: Path, monk
     monkeypatch.setattr(toolchain.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     found = {finding.what: finding for finding in aot.doctor()}
-    for what in ("libtpu", "qemu-x86_64-static", "x86-64 root"):
+    for what in ("libtpu", "emulator", "x86-64 root"):
         assert not found[what].ok
         assert found[what].remedy == "bash scripts/setup_aot.sh"
     with pytest.raises(NotSetUp, match=r"libtpu: none found; run bash scripts/setup_aot.sh"):
         aot.compile(lambda x: jnp.sin(x), struct(8, 128))
+
+
+@pytest.mark.parametrize("installed", [("qemu-x86_64-static",), ("qemu-x86_64-static", "box64")])
+def test_box64_is_taken_where_it_is_installed(
+    installed: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The faster of the emulators; both run the same Python with the same libraries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/bin/{name}" if name in installed else None)
+    home = toolchain.home()
+    for file, text in (("libtpu/libtpu.so", ""), ("libtpu/VERSION", libtpu_wanted()), ("root/usr/bin/python3.11", "")):
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(text)
+    chosen = toolchain.Toolchain.here()
+    assert chosen.command[0].endswith(installed[-1])
+    assert chosen.command[-2:] == (str(home / "root/usr/bin/python3.11"), "-S")
+    assert "lib/x86_64-linux-gnu" in " ".join(chosen.command) + str(dict(chosen.environment))

@@ -1,7 +1,7 @@
 """What it takes to compile for a TPU without one, and what of it this machine has.
 
 libtpu, a pip package, holds the whole TPU compiler. It is built for x86-64 Linux only. On such a machine any Python loads
-it; on another one qemu-user runs an x86-64 Python that does, from a small x86-64 root file system. `scripts/setup_aot.sh`
+it; on another one qemu-user or box64 runs an x86-64 Python that does, from a small x86-64 root. `scripts/setup_aot.sh`
 lays out what is missing under `home()`; `doctor()` says what that is.
 """
 
@@ -20,6 +20,7 @@ import jax
 
 SETUP = "bash scripts/setup_aot.sh"
 QEMU = "qemu-x86_64-static"
+BOX64 = "box64"  # Where it is installed it is taken: it compiles in a sixth of the time (decode_attention for a v5e).
 ROOT_PYTHON = "usr/bin/python3.11"
 
 
@@ -95,18 +96,13 @@ class Toolchain:
             return Toolchain((sys.executable, "-S"), (), *found)
         root = home() / "root"
         libraries = ":".join(str(root / folder) for folder in ("lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu"))
-        command = (
-            QEMU,
-            "-cpu",
-            "max",
-            "-L",
-            str(root),
-            "-E",
-            f"LD_LIBRARY_PATH={libraries}",
-            str(root / ROOT_PYTHON),
-            "-S",
-        )
-        return Toolchain(command, (("PYTHONHOME", str(root / "usr")),), *found)
+        python, environment = str(root / ROOT_PYTHON), (("PYTHONHOME", str(root / "usr")),)
+        if box64 := shutil.which(BOX64):
+            quiet = (("BOX64_NOBANNER", "1"), ("BOX64_LOG", "0"))
+            environment = (*environment, *quiet, ("BOX64_LD_LIBRARY_PATH", libraries))
+            return Toolchain((box64, python, "-S"), environment, *found)
+        command = (QEMU, "-cpu", "max", "-L", str(root), "-E", f"LD_LIBRARY_PATH={libraries}", python, "-S")
+        return Toolchain(command, environment, *found)
 
 
 @dataclass(frozen=True)
@@ -135,8 +131,8 @@ def doctor() -> list[Finding]:
     if is_native():
         findings.append(Finding("emulation", True, "not needed on x86-64"))
         return findings
-    qemu = shutil.which(QEMU)
-    findings.append(Finding(QEMU, qemu is not None, qemu or "not on the PATH", SETUP))
+    emulator = shutil.which(BOX64) or shutil.which(QEMU)
+    findings.append(Finding("emulator", emulator is not None, emulator or f"no {QEMU} on the PATH", SETUP))
     python = home() / "root" / ROOT_PYTHON
     findings.append(Finding("x86-64 root", python.exists(), str(python) if python.exists() else f"no {python}", SETUP))
     return findings

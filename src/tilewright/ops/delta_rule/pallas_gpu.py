@@ -150,6 +150,8 @@ def _state_kernel(
     q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = scratch[:10]
     state_tiles, error_tiles = scratch[10:] if kept_halves else (refs[0], refs[0])
     stages = q_ring.shape[0]
+    # Chunks whose outputs may be on their way out of the ring: it takes three stages not to wait for them.
+    held = 1 if stages > 2 else 0
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     warpgroup = lax.axis_index("warpgroup")
@@ -181,7 +183,7 @@ def _state_kernel(
             ):
                 plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
 
-        ahead = stages - 1
+        ahead = stages - 1 - held
         for n in range(min(ahead, chunks)):
             fetch(jnp.int32(n))
 
@@ -202,7 +204,7 @@ def _state_kernel(
 
             @pl.when(n + ahead < chunks)
             def _next():
-                pl.when(n > 0)(lambda: plgpu.barrier_wait(consumed.at[slot_of(n + ahead)]))
+                pl.when(n + ahead >= stages)(lambda: plgpu.barrier_wait(consumed.at[slot_of(n + ahead)]))
                 fetch(n + ahead)
 
             return carry
@@ -256,8 +258,8 @@ def _state_kernel(
             (state,) = accumulate((left,), lambda sum_: add_halves(sum_, written, keys), interpreted=interpreted)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(consumed.at[slot])
+            plgpu.wait_smem_to_gmem(held, wait_read_only=True)
+            pl.when(n >= held)(lambda: plgpu.barrier_arrive(consumed.at[slot_of(n - held)]))
             return state
 
         state = plgpu.load(initial_ref.at[b, hv, mine], layout=WGMMA, optimized=False)

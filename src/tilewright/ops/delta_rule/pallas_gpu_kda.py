@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.batching import folded
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, padded, product, tile
+from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule import xla
@@ -48,6 +48,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     SIDE_BY_SIDE,
     SQUARE,
     WGMMA,
+    add_halves,
     add_split,
     along_columns,
     along_rows,
@@ -55,6 +56,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     halves,
     invert,
     keep_halves,
+    load_turned,
     positions,
     turned,
 )
@@ -315,21 +317,18 @@ def _state_kernel(*refs: Any, chunks: int, chunks_a_block: int, warpgroups: int,
                 def _keep():
                     starts_ref[0][b, hv, lax.div(n, jnp.int32(chunks_a_block)), mine, :] = state
 
-            rounded, rest = halves(state)  # [V, K]
+            before = halves(state)  # [V, K]
 
-            def state_times(tokens: Any) -> jax.Array:
-                def add(sum_: Accumulator) -> None:
-                    sum_.add(rounded, turned(tokens))
-                    sum_.add(rest, turned(tokens))
+            def ask(of_k: Accumulator, of_q: Accumulator) -> tuple[jax.Array, jax.Array]:
+                """v less what the state has of it, split, while the queries' products are in flight."""
+                add_halves(of_k, before, turned(k_in))
+                add_halves(of_q, before, turned(queries))
+                return halves(load_turned(values) - of_k.read(in_flight=2))
 
-                return product(tile_shape, add, interpreted=interpreted)  # [V, C]
-
-            k_s, q_s = state_times(k_in), state_times(queries)
-            v = plgpu.load(turned(values), layout=WGMMA, optimized=False).astype(jnp.float32)
-            wanted = halves(v - k_s)
+            _, q_s, *wanted = products((tile_shape, tile_shape), ask, interpreted=interpreted)  # [V, C]
 
             def add_x(sum_: Accumulator) -> None:
-                add_split(sum_, wanted, turned(x_both), turned(x_both.at[:, first]))
+                add_split(sum_, (wanted[0], wanted[1]), turned(x_both), turned(x_both.at[:, first]))
 
             errors = halves(product(tile_shape, add_x, interpreted=interpreted))
 

@@ -78,7 +78,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     positions,
     turned,
 )
-from tilewright.ops.delta_rule.pallas_gpu_bwd import ERROR_HALVES, backward
+from tilewright.ops.delta_rule.pallas_gpu_bwd import HALVES, backward
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
@@ -150,8 +150,6 @@ def _state_kernel(
     q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = scratch[:10]
     state_tiles, error_tiles = scratch[10:] if kept_halves else (refs[0], refs[0])
     stages = q_ring.shape[0]
-    # Chunks whose outputs may be on their way out of the ring: it takes three stages not to wait for them.
-    held = 1 if stages > 2 else 0
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     warpgroup = lax.axis_index("warpgroup")
@@ -183,7 +181,7 @@ def _state_kernel(
             ):
                 plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
 
-        ahead = stages - 1 - held
+        ahead = stages - 1
         for n in range(min(ahead, chunks)):
             fetch(jnp.int32(n))
 
@@ -204,7 +202,7 @@ def _state_kernel(
 
             @pl.when(n + ahead < chunks)
             def _next():
-                pl.when(n + ahead >= stages)(lambda: plgpu.barrier_wait(consumed.at[slot_of(n + ahead)]))
+                pl.when(n > 0)(lambda: plgpu.barrier_wait(consumed.at[slot_of(n + ahead)]))
                 fetch(n + ahead)
 
             return carry
@@ -258,8 +256,8 @@ def _state_kernel(
             (state,) = accumulate((left,), lambda sum_: add_halves(sum_, written, keys), interpreted=interpreted)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
-            plgpu.wait_smem_to_gmem(held, wait_read_only=True)
-            pl.when(n >= held)(lambda: plgpu.barrier_arrive(consumed.at[slot_of(n - held)]))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(consumed.at[slot])
             return state
 
         state = plgpu.load(initial_ref.at[b, hv, mine], layout=WGMMA, optimized=False)
@@ -346,7 +344,7 @@ def _forward(
         **common,
     )(k, gates)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    kept_halves = ERROR_HALVES if keep else 0
+    kept_halves = HALVES if keep else 0
     stages = _STAGES_KEEPING if keep else _STAGES
     tiles_to_keep = []
     if keep:

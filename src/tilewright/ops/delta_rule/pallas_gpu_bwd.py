@@ -36,8 +36,8 @@ stays in the L2 cache). Of its two warpgroups each has 64 key channels of dq and
 need. Values stream past 64 channels at a time.
 
 Numerics. Accumulators, decays and dS are float32. In the reverse kernel dS, dE and dv are operands of two halves, for their
-errors would pass from chunk to chunk; P, X, and in the other kernel S are rounded once, and without a gate dS'. A gate's
-gradient is a sum of many terms of either sign, so there dS' has two halves. Y, Z and E have two, too.
+errors would pass from chunk to chunk; P, X, and in the other kernel S are rounded once. Y, Z, E and dS' have two halves:
+the gradients of gates and betas are sums of many terms of either sign.
 """
 
 import functools
@@ -76,12 +76,11 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     turned,
 )
 
-# Of the ring of `_reverse_kernel`: with one and with two halves of dS' on their way out.
-_STAGES = {1: 3, 2: 2}
+_STAGES = 2  # Of the ring of either kernel: the halves of dS' have the room of a third.
 # Of 504 that three warpgroups may have together.
 _STATE_REGISTERS, _SCORE_REGISTERS = 200, 104
 _GRADIENT_REGISTERS, _FETCH_REGISTERS = 232, 40
-ERROR_HALVES = 2
+HALVES = 2  # E and dS' are kept in so many.
 _SIDES = 2  # Warpgroups of `_gradient_kernel` that compute: the one of Y and the one of Z.
 
 # What `_gradient_kernel` sums over channels or tokens, a row each: k . (E dS'^T); columns of the pairs' sums; what goes
@@ -100,7 +99,7 @@ def _reverse_kernel(*refs: Any, chunks: int, group: int, warpgroups: int, scale:
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     warpgroup = lax.axis_index("warpgroup")
     h = lax.div(hv, jnp.int32(group))
-    stages, depth, kept_halves = q_ring.shape[0], q_ring.shape[-1], d_state_tiles.shape[1]
+    stages, depth = q_ring.shape[0], q_ring.shape[-1]
 
     def slot_of(step: Any) -> jax.Array:
         return lax.rem(step, jnp.int32(stages))
@@ -171,10 +170,10 @@ def _reverse_kernel(*refs: Any, chunks: int, group: int, warpgroups: int, scale:
             gates = gate_ring.at[slot]
             after = halves(d_state)  # [V, K]
             onto = product(tile_shape, lambda sum_: add_halves(sum_, after, turned(keys)), interpreted=interpreted)
-            for half in range(kept_halves):
+            for half in range(HALVES):
                 d_state_tiles[warpgroup, half] = after[half]
             plgpu.commit_smem()
-            for half in range(kept_halves):
+            for half in range(HALVES):
                 plgpu.copy_smem_to_gmem(d_state_tiles.at[warpgroup, half], d_states_ref.at[b, hv, n, half, mine])
             onto = onto * along_columns(gates.at[ONWARD], tile_shape)  # [V, C]
             plgpu.barrier_wait(p_made)
@@ -219,7 +218,6 @@ def _gradient_kernel(
 
     batches, h_count, group = heads
     stages, parts = state_ring.shape[:2]  # K is `parts` times 64 channels.
-    error_halves, d_state_halves = error_ring.shape[1], d_state_ring.shape[1]
     tiles = d_v_ref.shape[-1] // GPU_TILE
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     side = lax.axis_index("warpgroup")
@@ -255,12 +253,12 @@ def _gradient_kernel(
                     (d_o_ref.at[b, tokens, hv, mine], value_ring.at[slot, 0]),
                     (d_v_ref.at[b, tokens, hv, mine], value_ring.at[slot, 1]),
                 ]
-                for half in range(error_halves):
+                for half in range(HALVES):
                     copies.append((errors_ref.at[b, hv, n, half, mine], error_ring.at[slot, half]))
                 for part in range(parts):
                     depth = pl.ds(part * GPU_TILE, GPU_TILE)
                     copies.append((states_ref.at[b, hv, n, mine, depth], state_ring.at[slot, part]))
-                    for half in range(d_state_halves):
+                    for half in range(HALVES):
                         source = d_states_ref.at[b, hv, n, half, mine, depth]
                         copies.append((source, d_state_ring.at[slot, half, part]))
                 for source, target in copies:
@@ -296,7 +294,7 @@ def _gradient_kernel(
 
             def add_values(read: Accumulator, back: Accumulator, onto: Accumulator, pairs: Accumulator) -> Any:
                 state_products = []
-                issued = 1 + error_halves + d_state_halves + error_halves  # By a round of the loop.
+                issued = 5 + HALVES  # By a round of the loop.
                 for t in range(tiles):
                     slot = slot_of(index * tiles + t, stages) + zero
                     plgpu.barrier_wait(arrived.at[slot])
@@ -305,11 +303,9 @@ def _gradient_kernel(
                     read.add(d_o, state)  # [C, V] [V, K]
                     back.add(d_v, state)
                     onto.add(turned(errors.at[0]), d_states.at[0, part])
-                    if d_state_halves > 1:
-                        onto.add(turned(errors.at[0]), d_states.at[1, part])
-                    if error_halves > 1:
-                        onto.add(turned(errors.at[1]), d_states.at[0, part])
-                    for half in range(error_halves):
+                    onto.add(turned(errors.at[0]), d_states.at[1, part])
+                    onto.add(turned(errors.at[1]), d_states.at[0, part])
+                    for half in range(HALVES):
                         pairs.add(value_ring.at[slot, side], errors.at[half])  # [C, V] [V, C]
                     if gated:
                         both = load_tile(state) * load_tile(d_states.at[0, part])
@@ -454,7 +450,6 @@ def backward(
     b, hv, chunks, width, depth = states.shape
     t, group, warpgroups = chunks * CHUNK, hv // h, config.warpgroups
     gated = g is not None
-    d_state_halves, error_halves = 2 if gated else 1, ERROR_HALVES
     time = functools.partial(padded, axis=1, multiple=CHUNK)
     q, k = (padded(time(array), 3, GPU_TILE) for array in (q, k))
     d_o = padded(time(d_o), 3, config.block_v)
@@ -466,26 +461,25 @@ def backward(
         "thread_name": "warpgroup",
     }
     bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
-    stages = _STAGES[d_state_halves]
     d_v, d_states, d_initial = plgpu.kernel(
         functools.partial(
             _reverse_kernel, chunks=chunks, group=group, warpgroups=warpgroups, scale=scale, interpreted=interpreted
         ),
         out_type=[
             output_like(d_o.shape, jnp.bfloat16, d_o),
-            output_like((b, hv, chunks, d_state_halves, width, depth), jnp.bfloat16, d_o),
+            output_like((b, hv, chunks, HALVES, width, depth), jnp.bfloat16, d_o),
             output_like((b, hv, width, depth), jnp.float32, d_o),
         ],
         scratch_types=[
-            bfloat16_tile(stages, CHUNK, depth),
-            bfloat16_tile(stages, CHUNK, depth),
-            bfloat16_tile(stages, warpgroups, CHUNK, GPU_TILE),
-            bfloat16_tile(stages, *SQUARE),
-            plgpu.SMEM((stages, GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(_STAGES, CHUNK, depth),
+            bfloat16_tile(_STAGES, CHUNK, depth),
+            bfloat16_tile(_STAGES, warpgroups, CHUNK, GPU_TILE),
+            bfloat16_tile(_STAGES, *SQUARE),
+            plgpu.SMEM((_STAGES, GATE_ROWS, CHUNK), jnp.float32),
             bfloat16_tile(*SQUARE),
-            bfloat16_tile(warpgroups, d_state_halves, GPU_TILE, depth),
-            plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            bfloat16_tile(warpgroups, HALVES, GPU_TILE, depth),
+            plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=warpgroups),
         ],
@@ -495,7 +489,7 @@ def backward(
         kernel_name="delta_rule_reverse",
         **common,
     )(q, k, d_o, x, gates, d_state)
-    parts, stages = depth // GPU_TILE, 3 if error_halves + d_state_halves == 2 else 2
+    parts = depth // GPU_TILE
     # In the interpreter two: a block is to have several chunks there, too.
     blocks = min(b * h * chunks, 2 if interpreted else launch.chip.multiprocessors or 1)
     row_count = 4 if gated else 2
@@ -513,15 +507,15 @@ def backward(
         ],
         scratch_types=[
             bfloat16_tile(2, parts, *SQUARE),
-            bfloat16_tile(stages, 2, *SQUARE),
-            bfloat16_tile(stages, error_halves, *SQUARE),
-            bfloat16_tile(stages, parts, *SQUARE),
-            bfloat16_tile(stages, d_state_halves, parts, *SQUARE),
+            bfloat16_tile(_STAGES, 2, *SQUARE),
+            bfloat16_tile(_STAGES, HALVES, *SQUARE),
+            bfloat16_tile(_STAGES, parts, *SQUARE),
+            bfloat16_tile(_STAGES, HALVES, parts, *SQUARE),
             bfloat16_tile(_SIDES, *SQUARE),
             plgpu.SMEM((2, GATE_ROWS, CHUNK), jnp.float32),
             plgpu.SMEM((_SIDES, row_count, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 + error_halves + parts * (1 + d_state_halves), num_barriers=stages),
-            both(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2 + HALVES + parts * (1 + HALVES), num_barriers=_STAGES),
+            both(num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=2 * parts),
             both(),
             plgpu.Barrier(num_arrivals=1, num_barriers=2),

@@ -26,6 +26,13 @@ _NOTHING = -1e30  # Its exponential is 0.
 COARSE, FINE, BETA, INTO, ONWARD, ACROSS = range(6)
 GATE_ROWS = 6
 
+# Of gates a channel (KDA): channels of a part of the keys, of which a tile in float32 is 32 registers a thread; and inside
+# blocks of so many tokens keys are scaled to the block's start, while its gates sum to less than that exponent of 2.
+CHANNELS = 64
+BLOCK = 32
+LARGEST_EXPONENT = 115.0  # bfloat16 has 127, and the rest of a rounded number is 2^-9 of it.
+LOG2_E = 1.4426950408889634
+
 
 def compiler_params() -> plgpu.CompilerParams:
     """Layouts follow from the operands: to infer them takes minutes for kernels such as these.
@@ -100,6 +107,23 @@ def keep_halves(both: Any, split: tuple[jax.Array, jax.Array]) -> None:
     """Both halves into a tile, one below the other: its first 2 C rows."""
     for half, value in enumerate(split):
         both[pl.ds(half * CHUNK, CHUNK)] = value
+
+
+def sums_of_gates(both: Any, mask: jax.Array, *, interpreted: bool) -> jax.Array:
+    """Of the gates of the tokens j that the mask [C, C] has for i, [C, 64]; `both` is a tile of their halves."""
+    ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+    return product(SQUARE, lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), both), interpreted=interpreted)
+
+
+def lowest_of_all(lowest: jax.Array, everywhere: Any) -> jax.Array:
+    """Of numbers that belong to rows, the lowest: a number that all warps have. `everywhere` [C] is for it to work in."""
+    everywhere[...] = lowest
+    plgpu.commit_smem()
+    of_all = jnp.min(along_columns(everywhere, SQUARE), axis=1)
+    plgpu.commit_smem()
+    everywhere[...] = of_all
+    plgpu.commit_smem()
+    return everywhere[0]
 
 
 def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_both: Any, *, interpreted: bool) -> jax.Array:

@@ -1,4 +1,4 @@
-"""KDA as Mosaic GPU kernels for Hopper: two forward kernels. The backward is `xla`'s.
+"""KDA as Mosaic GPU kernels for Hopper: two forward kernels. The backward is pallas_gpu_kda_bwd.py.
 
 Notation as in pallas_gpu_bwd.py, with gates a channel: G_id is the sum of g over the tokens of the chunk to i. A chunk is
 
@@ -40,11 +40,14 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
-from tilewright.ops.delta_rule import xla
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
-from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig, XlaConfig
+from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig
 from tilewright.ops.delta_rule.gpu_tiles import (
+    BLOCK,
+    CHANNELS,
     CHUNK,
+    LARGEST_EXPONENT,
+    LOG2_E,
     SIDE_BY_SIDE,
     SQUARE,
     WGMMA,
@@ -57,16 +60,15 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     invert,
     keep_halves,
     load_turned,
+    lowest_of_all,
     positions,
+    sums_of_gates,
     turned,
 )
+from tilewright.ops.delta_rule.pallas_gpu_kda_bwd import ERROR_HALVES, backward
 
 _STAGES = 2
 _STATE_REGISTERS, _FETCH_REGISTERS = 240, 24
-_BLOCK = 32
-_LARGEST_EXPONENT = 115.0  # Of 2; bfloat16 has 127, and the rest of a rounded number is 2^-9 of it.
-_LOG2_E = 1.4426950408889634
-_CHANNELS = 64  # Of a half of the keys: a tile of them in float32 is 32 registers a thread.
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             )
 
         def sums(here: _Place, mask: jax.Array) -> jax.Array:
-            """Of the gates of the tokens j that the mask has for i, [C, 64]."""
-            ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
-            return product(
-                SQUARE,
-                lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), here.g_both),
-                interpreted=interpreted,
-            )
+            return sums_of_gates(here.g_both, mask, interpreted=interpreted)
 
         def scores(
             here: _Place, keys: Any, of_k: jax.Array, of_q: jax.Array, mask: jax.Array
@@ -152,14 +148,14 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             return of_k, of_q + jnp.where(mask, asked, 0.0)
 
         def falls(lowest: jax.Array) -> jax.Array:
-            return lax.broadcast_in_dim(lowest, SQUARE, [0]) < -_LARGEST_EXPONENT  # [C, C]
+            return lax.broadcast_in_dim(lowest, SQUARE, [0]) < -LARGEST_EXPONENT  # [C, C]
 
         def inside_blocks(here: _Place, of_k: jax.Array, of_q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Tokens of the same block of 32, except rows that fall; and how low each row has fallen."""
-            in_block = (here.i ^ here.j) < _BLOCK
+            in_block = (here.i ^ here.j) < BLOCK
             from_start = sums(here, in_block & (here.j <= here.i))
             lowest = jnp.min(from_start, axis=1)
-            decay = jnp.exp2(jnp.maximum(from_start, -_LARGEST_EXPONENT))
+            decay = jnp.exp2(jnp.maximum(from_start, -LARGEST_EXPONENT))
             keep_halves(here.rows, halves(read(here.q) * decay))
             in_turn()
             k_rows = here.rows.at[pl.ds(2 * CHUNK, CHUNK)]
@@ -180,29 +176,21 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             in_turn()
             keep_halves(here.columns, halves(read(here.k) * left))
             pairs = (apart >= half) & (apart < jnp.maximum(2 * half, 1)) & (i >= j)
-            pairs = pairs & (falls(lowest) | (half >= _BLOCK))
+            pairs = pairs & (falls(lowest) | (half >= BLOCK))
             return scores(here, here.columns.at[first], of_k, of_q, pairs)
 
         def some_fall(lowest: jax.Array) -> jax.Array:
-            """Whether any row does: a number that all warps have."""
-            everywhere = lowest_tiles.at[warpgroup]
-            everywhere[...] = lowest
-            plgpu.commit_smem()
-            lowest_of_all = jnp.min(along_columns(everywhere, SQUARE), axis=1)
-            plgpu.commit_smem()
-            everywhere[...] = lowest_of_all
-            plgpu.commit_smem()
-            return everywhere[0] < -_LARGEST_EXPONENT
+            return lowest_of_all(lowest, lowest_tiles.at[warpgroup]) < -LARGEST_EXPONENT
 
         def some_channels(part: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             of_k, of_q = carry
             here = place(part)
-            channels = pl.ds(part * _CHANNELS, _CHANNELS)
+            channels = pl.ds(part * CHANNELS, CHANNELS)
             h = lax.div(hv, jnp.int32(group))
             plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h, channels], here.q, ready)
             plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h, channels], here.k, ready)
             plgpu.copy_gmem_to_smem(beta_ref.at[b, hv, n], beta_tiles.at[warpgroup], ready)
-            g = jnp.maximum(read(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * _LOG2_E
+            g = jnp.maximum(read(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * LOG2_E
             keep_halves(here.g_both, halves(g))
             plgpu.commit_smem()
             # Turned, since a sum over rows would go through memory that Pallas has once for all warpgroups.
@@ -230,7 +218,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             in_turn()
             here.k[...] = (read(here.k) * into).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            onward_rest = pl.ds(depth + part * _CHANNELS, _CHANNELS)
+            onward_rest = pl.ds(depth + part * CHANNELS, CHANNELS)
             plgpu.copy_smem_to_gmem(here.q, q_into_ref.at[b, tokens, hv, channels])
             plgpu.copy_smem_to_gmem(here.k, k_into_ref.at[b, tokens, hv, channels])
             plgpu.copy_smem_to_gmem(here.rows.at[first], k_onward_ref.at[b, tokens, hv, channels])
@@ -240,7 +228,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             return of_k, of_q
 
         nothing = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
-        of_k, of_q = lax.fori_loop(0, depth // _CHANNELS, some_channels, (nothing, nothing))
+        of_k, of_q = lax.fori_loop(0, depth // CHANNELS, some_channels, (nothing, nothing))
 
         def write(ref: Any, both: Any) -> None:
             plgpu.commit_smem()
@@ -257,11 +245,11 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _state_kernel(*refs: Any, chunks: int, chunks_a_block: int, warpgroups: int, scale: float, interpreted: bool):
+def _state_kernel(*refs: Any, chunks: int, warpgroups: int, scale: float, interpreted: bool):
     # inputs
     q_ref, k_in_ref, k_out_ref, v_ref, x_ref, p_ref, across_ref, initial_ref = refs[:8]
     # outputs
-    o_ref, final_ref, *starts_ref = refs[8:-9]
+    o_ref, final_ref, *kept_refs = refs[8:-9]
     # scratch
     q_ring, k_in_ring, k_out_ring, v_ring, x_ring, p_ring, across_ring, arrived, consumed = refs[-9:]
 
@@ -311,13 +299,10 @@ def _state_kernel(*refs: Any, chunks: int, chunks_a_block: int, warpgroups: int,
             plgpu.barrier_wait(arrived.at[slot])
             k_in, k_out, queries = k_in_ring.at[slot], k_out_ring.at[slot], q_ring.at[slot]
             x_both, p_both, values = x_ring.at[slot], p_ring.at[slot], v_ring.at[slot, warpgroup]
-            if starts_ref:
-
-                @pl.when(lax.rem(n, jnp.int32(chunks_a_block)) == 0)
-                def _keep():
-                    starts_ref[0][b, hv, lax.div(n, jnp.int32(chunks_a_block)), mine, :] = state
-
             before = halves(state)  # [V, K]
+            if kept_refs:
+                # From registers: the rings leave no room for a tile.
+                kept_refs[0][b, hv, n, mine, :] = before[0]
 
             def ask(of_k: Accumulator, of_q: Accumulator) -> tuple[jax.Array, jax.Array]:
                 """v less what the state has of it, split, while the queries' products are in flight."""
@@ -331,6 +316,9 @@ def _state_kernel(*refs: Any, chunks: int, chunks_a_block: int, warpgroups: int,
                 add_split(sum_, (wanted[0], wanted[1]), turned(x_both), turned(x_both.at[:, first]))
 
             errors = halves(product(tile_shape, add_x, interpreted=interpreted))
+            if kept_refs:
+                for half in range(ERROR_HALVES):
+                    kept_refs[1][b, hv, n, half, mine, :] = errors[half]
 
             def add_p(sum_: Accumulator) -> None:
                 add_split(sum_, errors, turned(p_both), turned(p_both.at[:, first]))
@@ -369,9 +357,9 @@ def _forward(
     *,
     scale: float,
     launch: Launch,
-    tokens_a_block: int | None,
+    keep: bool,
 ) -> tuple[jax.Array, ...]:
-    """o, the final state, and, given `tokens_a_block`, the state before each so many tokens, [B, HV, num, K, V]."""
+    """o, the final state, and, to keep for a backward, what its arguments from x to errors are."""
     config: PallasGpuConfig = launch.config
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
     time = functools.partial(padded, axis=1, multiple=CHUNK)
@@ -406,13 +394,13 @@ def _forward(
             output_like((b, hv, chunks, depth), jnp.float32, g),
         ],
         scratch_types=[
-            bfloat16_tile(SIDE_BY_SIDE, CHUNK, _CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, CHUNK, _CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, _CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, 3 * CHUNK, _CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, _CHANNELS),
+            bfloat16_tile(SIDE_BY_SIDE, CHUNK, CHANNELS),
+            bfloat16_tile(SIDE_BY_SIDE, CHUNK, CHANNELS),
+            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHANNELS),
+            bfloat16_tile(SIDE_BY_SIDE, 3 * CHUNK, CHANNELS),
+            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHANNELS),
             plgpu.SMEM((SIDE_BY_SIDE, CHUNK), jnp.float32),
-            plgpu.SMEM((SIDE_BY_SIDE, _CHANNELS), jnp.float32),
+            plgpu.SMEM((SIDE_BY_SIDE, CHANNELS), jnp.float32),
             plgpu.SMEM((SIDE_BY_SIDE, CHUNK), jnp.float32),
             plgpu.Barrier(num_arrivals=3, num_barriers=SIDE_BY_SIDE),
         ],
@@ -422,13 +410,13 @@ def _forward(
         **common,
     )(q, k, g, beta)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    if tokens_a_block is not None:
-        out_type.append(output_like((b, hv, -(-true_t // tokens_a_block), width, depth), jnp.float32, v))
-    o, final, *starts = plgpu.kernel(
+    if keep:
+        out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
+        out_type.append(output_like((b, hv, chunks, ERROR_HALVES, width, CHUNK), jnp.bfloat16, v))
+    o, final, *kept = plgpu.kernel(
         functools.partial(
             _state_kernel,
             chunks=chunks,
-            chunks_a_block=max(1, (tokens_a_block or CHUNK) // CHUNK),
             warpgroups=warpgroups,
             scale=scale,
             interpreted=interpreted,
@@ -450,41 +438,31 @@ def _forward(
         num_threads=1 + warpgroups,
         **common,
     )(q_into, k_into, k_onward, v, x, p, across, state)
-    states = [jnp.swapaxes(s, -1, -2)[..., :true_depth, :true_width] for s in (final, *starts)]
-    return o[:, :true_t, :, :true_width], *states
+    final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]
+    kept = (x, p, q_into, k_into, k_onward, across, *kept) if keep else ()
+    return o[:, :true_t, :, :true_width], final, *kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def kda(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
 ) -> tuple[jax.Array, jax.Array]:
-    forward = functools.partial(_forward, scale=scale, launch=launch, tokens_a_block=None)
+    forward = functools.partial(_forward, scale=scale, launch=launch, keep=False)
     o, final = folded(forward, q, k, v, g, beta, initial_state, resets)
     return o, final
-
-
-def _xla_launch(t: int, launch: Launch) -> Launch:
-    return Launch(launch.chip, XlaConfig.for_length(t, launch.chip), None)
 
 
 def _keep(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
 ) -> tuple[Any, Any]:
-    """The states that the backward of `xla` starts its blocks from come from the kernel."""
-    blocks: XlaConfig = _xla_launch(q.shape[1], launch).config
-    size = blocks.chunk * blocks.block_chunks
-    forward = functools.partial(_forward, scale=scale, launch=launch, tokens_a_block=size)
-    o, final, starts = folded(forward, q, k, v, g, beta, initial_state, resets)
-    return (o, final), (q, k, v, g, beta, initial_state, resets, starts)
+    forward = functools.partial(_forward, scale=scale, launch=launch, keep=True)
+    o, final, *kept = folded(forward, q, k, v, g, beta, initial_state, resets)
+    return (o, final), (q, k, g, beta, resets, *kept)
 
 
 def _pull(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    *operands, starts = saved
-    q = operands[0]
-    b, hv, num, depth, width = starts.shape
-    h = q.shape[2]
-    states = jnp.moveaxis(starts.reshape(b, h, hv // h, num, depth, width), 3, 0)
-    return xla.backward(scale, _xla_launch(q.shape[1], launch), (*operands, states, None), cotangents)
+    pull = functools.partial(backward, scale=scale, launch=launch)
+    return *folded(pull, *saved, *cotangents), None
 
 
 kda.defvjp(_keep, _pull)

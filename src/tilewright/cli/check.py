@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tilewright.cli.screen import arguments, console, progress_bar, split_names
 from tilewright.cli.ship import runs_elsewhere
-from tilewright.core.dispatch import KERNEL_PLATFORM, Op, find_op
+from tilewright.core.dispatch import KERNEL_PLATFORM, Op, Unsupported, find_op
 from tilewright.core.target import RaceDetected
 from tilewright.workbench.check import (
     DTYPES,
@@ -55,10 +55,11 @@ def check(
     with arguments():
         found, implementations, cases, dtypes = _settle(op, implementation, case, dtype, races=races)
 
-    # A dtype that was named is tried, and refused with the reason; otherwise an implementation is asked for what it takes.
+    # A dtype or case that was named is tried, and refused with the reason; otherwise what an implementation takes is checked.
     taken = {name: dtypes if dtype else dtypes_taken(found, name) for name in implementations}
     results: list[Checked] = []
     raced: dict[str, str] = {}
+    refused: dict[str, str] = {}
     with progress_bar() as bar:
         task = bar.add_task("checking", total=len(cases) * len(dtypes) * len(implementations))
         for case_name in cases:
@@ -71,6 +72,10 @@ def check(
                             results += check_implementation(held, name, races=races)
                     except RaceDetected as error:
                         raced[f"{name} {case_name} {dtype_name}"] = str(error)
+                    except Unsupported as error:
+                        if case:
+                            raise
+                        refused[f"{name} {case_name}"] = str(error)
                     bar.advance(task)
 
     table = Table(title=f"{op} against the oracle (the reference in float64)", title_justify="left")
@@ -89,6 +94,8 @@ def check(
     for name, those in taken.items():
         if left_out := [dtype_name for dtype_name in dtypes if dtype_name not in those]:
             console().print(f"{name} does not take {' or '.join(left_out)}.")
+    for what, reason in refused.items():
+        console().print(f"[yellow]not taken:[/] {escape(f'{what}: {reason}')}")
     console().print(f"{len(results) - len(misses)} of {len(results)} within bounds.")
     for miss in misses:
         what = f"{miss.implementation} {miss.case} {miss.dtype} {miss.quantity}: {miss.verdict}"
@@ -97,7 +104,7 @@ def check(
         console().print(f"[bold red]race:[/] {escape(f'{what}: {accesses}')}")
     if races and not raced:
         console().print("No data race found.")
-    if misses or raced:
+    if misses or raced or not results:
         raise typer.Exit(1)
 
 

@@ -60,6 +60,27 @@ main()
     assert "miss: xla odd float32 loss: max" in done.stdout
 
 
+def test_check_names_a_case_that_is_not_taken_and_goes_on() -> None:
+    code = """
+import sys
+import tilewright.ops.linear_cross_entropy.xla as xla
+xla.unsupported_reason = lambda launch, x, *rest, soft_cap: None if soft_cap is None else "it takes no soft cap; use None"
+from tilewright.cli.main import main
+sys.argv = ["tilewright", "check", "linear_cross_entropy", "--implementation", "xla", "--dtype", "float32", *sys.argv[1:]]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    flat = " ".join(done.stdout.split())
+    assert "not taken: xla soft_cap: " in flat
+    assert "it takes no soft cap; use None" in flat
+    asked = subprocess.run(
+        [sys.executable, "-c", code, "--case", "soft_cap"], capture_output=True, text=True, timeout=300
+    )
+    assert asked.returncode == 2
+    assert "it takes no soft cap; use None" in " ".join(asked.stderr.split() + asked.stdout.split())
+
+
 def test_bench_prints_appends_records_and_plots(tmp_path: Path) -> None:
     args = ("bench", "linear_cross_entropy", "--case", "odd", "--grad", "--seconds", "0.1", "--plot", "out.png")
     for _ in range(2):

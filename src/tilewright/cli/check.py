@@ -55,7 +55,7 @@ def check(
     with arguments():
         found, implementations, cases, dtypes = _settle(op, implementation, case, dtype, races=races)
 
-    # A dtype or case that was named is tried, and refused with the reason; otherwise what an implementation takes is checked.
+    # A dtype or case that was named is tried, and refused with the reason; otherwise what is taken is checked.
     taken = {name: dtypes if dtype else dtypes_taken(found, name) for name in implementations}
     results: list[Checked] = []
     raced: dict[str, str] = {}

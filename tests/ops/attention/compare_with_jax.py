@@ -23,6 +23,7 @@ from tilewright.core.chip import Chip
 from tilewright.ops.attention import masks
 from tilewright.ops.attention.config import PallasTpuConfig
 from tilewright.ops.attention.masks import FULL, PARTIAL, Grid
+from tilewright.ops.attention.pallas_tpu import default_config
 from tilewright.ops.attention.plan import block_table
 
 B, H, T, D = 1, 8, 8192, 128
@@ -99,7 +100,10 @@ def main() -> None:
         Entry("ours, full blocks", with_gradients(ours()), (OURS,) * 3, (whole, whole_bwd)),
         Entry("ours, causal", with_gradients(ours(causal=True)), (OURS,) * 3, (whole, whole_bwd)),
         Entry(
-            "ours, window", with_gradients(ours(causal=True, window=(WINDOW - 1, 0))), (OURS,) * 3, (whole, whole_bwd)
+            "ours, window",
+            with_gradients(ours(causal=True, window=(WINDOW - 1, 0))),
+            (OURS,) * 3,
+            (WINDOW**2 // 4, whole_bwd),
         ),
         Entry("flash, causal", jax_flash(causal=True), (THEIRS,) * 3, (512 * 1024,)),
         Entry(
@@ -117,12 +121,14 @@ def main() -> None:
     ]
     print(f"{chip.name}, B {B} H {H} T {T} D {D} bfloat16; ours with {config}")
     for name, mask in (("causal", masks.Causal()), ("window", masks.Causal() & masks.SlidingWindow(WINDOW - 1, None))):
+        config = default_config(chip, OURS, OURS, OURS, mask=mask, q_offset=0)
         table = block_table(mask, Grid(T, T, config.block_q, config.block_k))
         full, partial = ((table.kinds == kind).sum() for kind in (FULL, PARTIAL))
         first, end = table.tiles("k", config.tile_k)
         tiles = (end - first)[table.kinds == PARTIAL].sum()
         print(
-            f"ours, {name}: {full} full blocks a head, {partial} partial ones with {tiles} tiles of {config.tile_k} keys"
+            f"ours, {name}, forward: blocks of {config.block_q} x {config.block_k}, {full} full ones a head, {partial} partial "
+            f"ones with {tiles} tiles of {config.tile_k} keys"
         )
     header = (
         "kernel",

@@ -1,5 +1,7 @@
 """flash_attention: the contract, and what is its own: masks, groups, segments, bias, sinks, memory, errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from tests.ops.contract import OpContract, able_to_run
 from tilewright import flash_attention, masks
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
+from tilewright.ops.attention import pallas_tpu
 from tilewright.ops.attention.cases import _case
 from tilewright.ops.attention.config import PallasGpuConfig, PallasTpuConfig, XlaConfig
 from tilewright.workbench.bench import Timing, bench_case
@@ -373,6 +376,23 @@ def test_the_heuristic_fits_every_tpu(chip: str, shape: tuple[int, ...], itemsiz
     config = PallasTpuConfig.for_shape(known, *shape, itemsize)
     assert config.misfit(known, *shape[2:], itemsize) is None
     assert -(-shape[1] // config.block_k) * config.block_k < 1.2 * shape[1] + 128
+
+
+@pytest.mark.parametrize(
+    ("mask", "block"),
+    [
+        (None, 1024),
+        (masks.Causal(), 1024),
+        (masks.Causal() & masks.SlidingWindow(1023, None), 512),
+        (masks.Causal() & masks.SlidingWindow(4095, None), 1024),
+    ],
+)
+def test_blocks_are_smaller_where_a_window_leaves_little_of_large_ones(mask: Any, block: int) -> None:
+    array = jax.ShapeDtypeStruct((1, 8192, 8, 128), "bfloat16")
+    config = pallas_tpu.default_config(Chip.named("v6e"), array, array, array, mask=mask, q_offset=0)
+    assert (config.block_q, config.block_k) == (block, block)
+    narrow = pallas_tpu.default_config(Chip.named("v5e"), array, array, array, mask=mask, q_offset=0)
+    assert (narrow.block_q, narrow.block_k) == (512, 512)
 
 
 SMALL = draw()

@@ -1,13 +1,15 @@
-"""The delta rule and the gated delta rule as Mosaic GPU kernels for Hopper: two forward kernels. The backward is `xla`'s.
+"""The delta rule and the gated delta rule as Mosaic GPU kernels for Hopper: two forward kernels. KDA has its own.
 
-With a chunk of C = 64 tokens, G the sums of the log-decays inside it, decay_ij = exp(G_i - G_j) and X = (I + L)^-1 for
-L_ij = beta_i (k_i . k_j) decay_ij below the diagonal, a chunk is
+With a chunk of C = 64 tokens, G the sums of the log-decays inside it, decay_ij = exp(G_i - G_j),
+M_ij = (k_i . k_j) decay_ij below the diagonal and P_ij = (q_i . k_j) decay_ij on and below it, a chunk is
 
-    n = X diag(beta) (v - diag(exp G) k S)                                  the corrections, [C, V]
-    o = scale (diag(exp G) q S + P n),   P_ij = (q_i . k_j) decay_ij        on and below the diagonal
-    S <- exp(G_C) S + k^T diag(exp(G_C - G)) n
+    E = X (v - diag(exp G) k S),   X = (I + M diag(beta))^-1            the errors that the tokens correct, [C, V]
+    o = scale (diag(exp G) q S + P diag(beta) E)
+    S <- exp(G_C) S + k^T diag(beta exp(G_C - G)) E
 
-`_inverse_kernel` makes X diag(beta) of every chunk by itself, all chunks at once; `_state_kernel` carries S through them.
+`_inverse_kernel` makes X of every chunk by itself, all chunks at once; `_state_kernel` carries S through them. For a
+backward (pallas_gpu_bwd.py) it also writes S before each chunk and E. With beta on this side of X, nothing there divides
+by it.
 
 Floor for K = V = D, a token and head in bfloat16: q, k, v read and o written, 8 D bytes; 10.5 MFLOP a chunk of D = 128.
 Here: k once more and X written and read, 6 D bytes more at D = 128. That is 14 D, 1.4 GB for H96 T8192: a third of a
@@ -16,10 +18,7 @@ millisecond of an H200. Products of rounded halves make it 20 MFLOP a chunk.
 Blocking. `_inverse_kernel`: a warpgroup a chunk, three to a thread block. `_state_kernel`: a thread block for a head and up
 to 128 value channels, the whole sequence. A warpgroup carries the transposed state [64 channels, K] of its channels in
 registers, where it is the accumulator of one product and, rounded, the left operand of the next: nothing of the chain
-k S, n, S passes through shared memory. One more warpgroup fetches chunks into a ring of three and makes P.
-
-The inverse: of blocks of 2, by hand; then of blocks twice as large, five times: X - (X L X where i is in the second half of
-such a block and j in its first). Blocks of tokens are merged, never powers of L summed: those overflow for like keys.
+k S, E, S passes through shared memory. One more warpgroup fetches chunks into a ring of three and makes P.
 
 Numerics. Accumulators, states and decays are float32. An operand of float32 is split into its bfloat16 and the rest; of
 the four products of two such, the three large ones are taken. Only q S takes S rounded: it adds to o alone. Decays are
@@ -34,6 +33,9 @@ By an H200 (driver 580.159.04, jax 0.11.2), tried and dropped, H96 T8192 D128:
 - q S of both halves of S, or both last products in flight at once: ptxas runs out of registers and puts a wait behind
   every instruction of the matrix unit (C7512), 0.78 -> 0.88 ms for the state;
 - four warpgroups to a block of `_inverse_kernel`: registers spill, 0.56 against 0.51 ms.
+With one warpgroup for the state (T32768 H4, 2.9 us a chunk), where registers would do: q S in flight beside what follows it,
+both last products in flight at once, outputs that leave the ring a chunk later: 1.47 to 1.48 ms each, as without.
+The inverse's five rounds one by one instead of in a loop: 0.51 against 0.46 ms (the instruction cache).
 """
 
 import functools

@@ -127,8 +127,8 @@ def main() -> None:
         first, end = table.tiles("k", config.tile_k)
         tiles = (end - first)[table.kinds == PARTIAL].sum()
         print(
-            f"ours, {name}, forward: blocks of {config.block_q} x {config.block_k}, {full} full ones a head, {partial} partial "
-            f"ones with {tiles} tiles of {config.tile_k} keys"
+            f"ours, {name}, forward: blocks of {config.block_q} x {config.block_k}, {full} full ones a head, "
+            f"{partial} partial ones with {tiles} tiles of {config.tile_k} keys"
         )
     header = (
         "kernel",

@@ -33,8 +33,8 @@ By an H200 (driver 580.159.04, jax 0.11.2), tried and dropped, H96 T8192 D128:
 - q S of both halves of S, or both last products in flight at once: ptxas runs out of registers and puts a wait behind
   every instruction of the matrix unit (C7512), 0.78 -> 0.88 ms for the state;
 - four warpgroups to a block of `_inverse_kernel`: registers spill, 0.56 against 0.51 ms.
-With one warpgroup for the state (T32768 H4, 2.9 us a chunk), where registers would do: q S in flight beside what follows it,
-both last products in flight at once, outputs that leave the ring a chunk later: 1.47 to 1.48 ms each, as without.
+With one warpgroup for the state (T32768 H4, 2.9 us a chunk), where registers would do: q S in flight beside what follows
+it, both last products in flight at once, outputs that leave the ring a chunk later: 1.47 to 1.48 ms each, as without.
 The inverse's five rounds one by one instead of in a loop: 0.51 against 0.46 ms (the instruction cache).
 """
 

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.hopper import Accumulator, product
 
 CHUNK = 64
+HALVES = 2  # What is kept for a backward in float32's place: rounded to bfloat16, and the rest.
 SIDE_BY_SIDE = 3
 """Chunks that a thread block works on at once where chunks are independent: they hide each other's latency."""
 

@@ -48,7 +48,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
-from tilewright.core.batching import folded
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, padded, product, refusal, tile
@@ -62,6 +61,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     BETA,
     CHUNK,
     GATE_ROWS,
+    HALVES,
     INTO,
     ONWARD,
     SIDE_BY_SIDE,
@@ -80,7 +80,8 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     positions,
     turned,
 )
-from tilewright.ops.delta_rule.pallas_gpu_bwd import HALVES, backward
+from tilewright.ops.delta_rule.gradient import with_gradient
+from tilewright.ops.delta_rule.pallas_gpu_bwd import backward
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
@@ -387,29 +388,7 @@ def _forward(
     return o[:, :true_t, :, :true_width], final, *((x, gates, *kept) if keep else ())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _delta_rule(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
-) -> tuple[jax.Array, jax.Array]:
-    forward = functools.partial(_forward, scale=scale, launch=launch, keep=False)
-    o, final = folded(forward, q, k, v, g, beta, initial_state, resets)
-    return o, final
-
-
-def _keep(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
-) -> tuple[Any, Any]:
-    forward = functools.partial(_forward, scale=scale, launch=launch, keep=True)
-    o, final, *kept = folded(forward, q, k, v, g, beta, initial_state, resets)
-    return (o, final), (q, k, g, beta, resets, *kept)
-
-
-def _pull(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    pull = functools.partial(backward, scale=scale, launch=launch)
-    return *folded(pull, *saved, *cotangents), None
-
-
-_delta_rule.defvjp(_keep, _pull)
+_delta_rule = with_gradient(_forward, backward)
 
 
 def delta_rule_pallas_gpu(

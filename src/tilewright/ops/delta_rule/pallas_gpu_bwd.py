@@ -61,6 +61,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     COARSE,
     FINE,
     GATE_ROWS,
+    HALVES,
     INTO,
     ONWARD,
     SQUARE,
@@ -80,7 +81,6 @@ _STAGES = 2  # Of the ring of either kernel: the halves of dS' have the room of 
 # Of 504 that three warpgroups may have together.
 _STATE_REGISTERS, _SCORE_REGISTERS = 200, 104
 _GRADIENT_REGISTERS, _FETCH_REGISTERS = 232, 40
-HALVES = 2  # E and dS' are kept in so many.
 _SIDES = 2  # Warpgroups of `_gradient_kernel` that compute: the one of Y and the one of Z.
 
 # What `_gradient_kernel` sums over channels or tokens, a row each: k . (E dS'^T); columns of the pairs' sums; what goes

@@ -40,7 +40,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.batching import folded
 from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, tile
 from tilewright.core.manual_axes import output_like
@@ -51,6 +50,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     BLOCK,
     CHANNELS,
     CHUNK,
+    HALVES,
     LARGEST_EXPONENT,
     LOG2_E,
     SIDE_BY_SIDE,
@@ -70,7 +70,8 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     sums_of_gates,
     turned,
 )
-from tilewright.ops.delta_rule.pallas_gpu_kda_bwd import ERROR_HALVES, backward
+from tilewright.ops.delta_rule.gradient import with_gradient
+from tilewright.ops.delta_rule.pallas_gpu_kda_bwd import backward
 
 _STAGES = 2
 _STATE_REGISTERS, _FETCH_REGISTERS = 240, 24
@@ -322,7 +323,7 @@ def _state_kernel(*refs: Any, chunks: int, warpgroups: int, scale: float, interp
 
             errors = halves(product(tile_shape, add_x, interpreted=interpreted))
             if kept_refs:
-                for half in range(ERROR_HALVES):
+                for half in range(HALVES):
                     kept_refs[1][b, hv, n, half, mine, :] = errors[half]
 
             def add_p(sum_: Accumulator) -> None:
@@ -417,7 +418,7 @@ def _forward(
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
     if keep:
         out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
-        out_type.append(output_like((b, hv, chunks, ERROR_HALVES, width, CHUNK), jnp.bfloat16, v))
+        out_type.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
     o, final, *kept = plgpu.kernel(
         functools.partial(
             _state_kernel,
@@ -448,26 +449,4 @@ def _forward(
     return o[:, :true_t, :, :true_width], final, *kept
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def kda(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
-) -> tuple[jax.Array, jax.Array]:
-    forward = functools.partial(_forward, scale=scale, launch=launch, keep=False)
-    o, final = folded(forward, q, k, v, g, beta, initial_state, resets)
-    return o, final
-
-
-def _keep(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, resets: Any, scale: float, launch: Launch
-) -> tuple[Any, Any]:
-    forward = functools.partial(_forward, scale=scale, launch=launch, keep=True)
-    o, final, *kept = folded(forward, q, k, v, g, beta, initial_state, resets)
-    return (o, final), (q, k, g, beta, resets, *kept)
-
-
-def _pull(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    pull = functools.partial(backward, scale=scale, launch=launch)
-    return *folded(pull, *saved, *cotangents), None
-
-
-kda.defvjp(_keep, _pull)
+kda = with_gradient(_forward, backward)

@@ -53,6 +53,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     BLOCK,
     CHANNELS,
     CHUNK,
+    HALVES,
     LARGEST_EXPONENT,
     LOG2_E,
     SQUARE,
@@ -70,8 +71,6 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     turned,
 )
 
-ERROR_HALVES = 2
-_D_STATE_HALVES = 2
 _STAGES = 2
 # Of 504 that three warpgroups may have together.
 _STATE_REGISTERS, _PRODUCT_REGISTERS, _FETCH_REGISTERS = 232, 232, 40
@@ -145,10 +144,10 @@ def _reverse_kernel(*refs: Any, chunks: int, warpgroups: int, scale: float, inte
             onto = product(
                 tile_shape, lambda sum_: add_halves(sum_, after, turned(k_out_ring.at[slot])), interpreted=interpreted
             )  # [V, C]
-            for half in range(_D_STATE_HALVES):
+            for half in range(HALVES):
                 d_state_tiles[warpgroup, half] = after[half]
             plgpu.commit_smem()
-            for half in range(_D_STATE_HALVES):
+            for half in range(HALVES):
                 plgpu.copy_smem_to_gmem(d_state_tiles.at[warpgroup, half], d_states_ref.at[b, hv, n, half, mine])
             read = (load_turned(d_o) * scale).astype(jnp.bfloat16)
             (d_errors,) = accumulate((onto,), lambda sum_: sum_.add(read, p_ring.at[slot]), interpreted=interpreted)
@@ -215,12 +214,12 @@ def _products_kernel(*refs: Any, heads: int, items: int, chunks: int, scale: flo
                     (d_o_ref.at[b, tokens, hv, mine], value_ring.at[slot, 0]),
                     (d_v_ref.at[b, tokens, hv, mine], value_ring.at[slot, 1]),
                 ]
-                for half in range(ERROR_HALVES):
+                for half in range(HALVES):
                     copies.append((errors_ref.at[b, hv, n, half, mine], error_ring.at[slot, half]))
                 for part in range(parts):
                     depth = pl.ds(part * CHANNELS, CHANNELS)
                     copies.append((states_ref.at[b, hv, n, mine, depth], state_ring.at[slot, part]))
-                    for half in range(_D_STATE_HALVES):
+                    for half in range(HALVES):
                         source = d_states_ref.at[b, hv, n, half, mine, depth]
                         copies.append((source, d_state_ring.at[slot, half, part]))
                 for source, target in copies:
@@ -242,7 +241,7 @@ def _products_kernel(*refs: Any, heads: int, items: int, chunks: int, scale: flo
 
             def add_values(read: Accumulator, back: Accumulator, onto: Accumulator, pairs: Accumulator) -> Any:
                 ends = []
-                issued = 2 + 3 + ERROR_HALVES  # By a round of the loop.
+                issued = 2 + 3 + HALVES  # By a round of the loop.
                 for t in range(tiles):
                     slot = slot_of(index * tiles + t) + zero
                     plgpu.barrier_wait(arrived.at[slot])
@@ -253,7 +252,7 @@ def _products_kernel(*refs: Any, heads: int, items: int, chunks: int, scale: flo
                     onto.add(turned(errors.at[0]), d_states.at[0, part])
                     onto.add(turned(errors.at[0]), d_states.at[1, part])
                     onto.add(turned(errors.at[1]), d_states.at[0, part])
-                    for half in range(ERROR_HALVES):
+                    for half in range(HALVES):
                         pairs.add(value_ring.at[slot, side], errors.at[half])  # [C, V] [V, C]
                     # Turned: a sum over rows would go through memory that Pallas has once for all warpgroups.
                     ends.append(jnp.sum(load_turned(state) * load_turned(d_states.at[0, part]), axis=1))
@@ -463,7 +462,7 @@ def backward(
         functools.partial(_reverse_kernel, chunks=chunks, warpgroups=warpgroups, scale=scale, interpreted=interpreted),
         out_type=[
             output_like(d_o.shape, jnp.bfloat16, d_o),
-            output_like((b, hv, chunks, _D_STATE_HALVES, width, depth), jnp.bfloat16, d_o),
+            output_like((b, hv, chunks, HALVES, width, depth), jnp.bfloat16, d_o),
             output_like((b, hv, width, depth), jnp.float32, d_o),
         ],
         scratch_types=[
@@ -474,7 +473,7 @@ def backward(
             bfloat16_tile(_STAGES, *SQUARE),
             bfloat16_tile(_STAGES, *SQUARE),
             plgpu.SMEM((_STAGES, depth), jnp.float32),
-            bfloat16_tile(warpgroups, _D_STATE_HALVES, GPU_TILE, depth),
+            bfloat16_tile(warpgroups, HALVES, GPU_TILE, depth),
             plgpu.Barrier(num_arrivals=6 + warpgroups, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
         ],
@@ -497,11 +496,11 @@ def backward(
         ],
         scratch_types=[
             bfloat16_tile(_STAGES, 2, *SQUARE),
-            bfloat16_tile(_STAGES, ERROR_HALVES, *SQUARE),
+            bfloat16_tile(_STAGES, HALVES, *SQUARE),
             bfloat16_tile(_STAGES, parts, *SQUARE),
-            bfloat16_tile(_STAGES, _D_STATE_HALVES, parts, *SQUARE),
+            bfloat16_tile(_STAGES, HALVES, parts, *SQUARE),
             plgpu.SMEM((_SIDES, CHANNELS), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 + ERROR_HALVES + parts * (1 + _D_STATE_HALVES), num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=2 + HALVES + parts * (1 + HALVES), num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=_SIDES, num_barriers=_STAGES),
         ],
         grid=(blocks,),

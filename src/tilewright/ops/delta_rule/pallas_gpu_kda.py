@@ -13,7 +13,8 @@ Scores. exp(G_i - G_j) does not factor without overflow, so the chunk is cut in 
 first, both sides are scaled to the middle: exponents are at most 0. Inside a half both are scaled to its start: q_i
 exp(G_i - G_start) and k_j exp(G_start - G_j), whose exponent is positive. That is right while G falls by less than 80 in 32
 tokens, gates of -2.5. Rows for which it falls further are cut again, by halves of 16, 8, 4, 2 and 1 tokens, in a loop that
-is empty where there are none. Which way a row takes depends on tokens up to it alone.
+is empty where there are none. Which way a row takes depends on tokens up to it alone: on its own G, which is the lowest
+so far unless positive gates brought it back.
 
 Sums of gates are products of the matrix unit with zeros and ones, of the gates' bfloat16 and the rest: nothing is a
 difference of two sums.

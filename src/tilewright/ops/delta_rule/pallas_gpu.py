@@ -344,6 +344,7 @@ def _forward(
         grid=(-(-chunks // SIDE_BY_SIDE), hv, b),
         grid_names=("chunk", "head", "batch"),
         num_threads=SIDE_BY_SIDE,
+        kernel_name="delta_rule_inverses",
         **common,
     )(k, gates)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
@@ -382,6 +383,7 @@ def _forward(
         grid=(hv, width // config.block_v, b),
         grid_names=("head", "values", "batch"),
         num_threads=1 + warpgroups,
+        kernel_name="delta_rule_states",
         **common,
     )(q, k, v, x, gates, state)
     final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]

@@ -414,6 +414,7 @@ def _forward(
         grid=(-(-chunks // SIDE_BY_SIDE), hv, b),
         grid_names=("chunk", "head", "batch"),
         num_threads=SIDE_BY_SIDE,
+        kernel_name="kda_scores",
         **common,
     )(q, k, g, beta)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
@@ -443,6 +444,7 @@ def _forward(
         grid=(hv, width // config.block_v, b),
         grid_names=("head", "values", "batch"),
         num_threads=1 + warpgroups,
+        kernel_name="kda_states",
         **common,
     )(q_into, k_into, k_onward, v, x, p, across, state)
     final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]

@@ -132,7 +132,7 @@ def test_what_a_peer_holds_otherwise_is_brought_there_and_back() -> None:
 
 def test_kernels_for_a_gpu_say_that_there_is_none() -> None:
     if jax.default_backend() != "cpu":
-        pytest.skip("there is one")
+        pytest.skip("here is a GPU: what is tested is said on a machine without one")
     op = find_op("flash_attention")
     wanted = Wanted(op, op.case("odd"), "bfloat16", "forward")
     with pytest.raises(Refused, match="it needs an NVIDIA GPU, and this is a cpu"):

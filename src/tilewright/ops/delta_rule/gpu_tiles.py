@@ -12,7 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.hopper import Accumulator, product
+from tilewright.core.hopper import Accumulator, padded, product
+from tilewright.ops.delta_rule.chunk import LOWEST_GATE
+from tilewright.ops.delta_rule.config import GPU_TILE
 
 CHUNK = 64
 HALVES = 2  # What is kept for a backward in float32's place: rounded to bfloat16, and the rest.
@@ -35,15 +37,37 @@ LARGEST_EXPONENT = 115.0  # bfloat16 has 127, and the rest of a rounded number i
 LOG2_E = 1.4426950408889634
 
 
-def compiler_params() -> plgpu.CompilerParams:
+def compiler_params(*, barriers: bool = False) -> plgpu.CompilerParams:
     """Layouts follow from the operands: to infer them takes minutes for kernels such as these.
 
-    Pallas would put a barrier before and behind every store to shared memory. Here tiles are stored by the warps that read
-    them, or `commit_smem` is between.
+    With `barriers` Pallas puts one before and behind every store to shared memory. Without, tiles are stored by the warps
+    that read them, or `commit_smem` is between.
     """
     return plgpu.CompilerParams(
-        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=not barriers
     )
+
+
+def in_chunks(x: jax.Array) -> jax.Array:
+    """[B, T, ...] with zeros to whole chunks: tokens of zeros leave the state as it is."""
+    return padded(x, 1, CHUNK)
+
+
+def per_chunk(x: jax.Array) -> jax.Array:
+    """A number a token and head, [B, T, HV], as float32 [B, HV, chunks, C]. T is whole chunks."""
+    return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, CHUNK)
+
+
+def turned_states(states: jax.Array, block_v: int) -> jax.Array:
+    """[B, HV, K, V] as a kernel holds them, [B, HV, V, K], with zeros to whole tiles."""
+    return padded(padded(jnp.swapaxes(states, 2, 3), 2, block_v), 3, GPU_TILE)
+
+
+def channel_gates(g: jax.Array, resets: jax.Array | None) -> jax.Array:
+    """Gates a channel as float32, in whole chunks and tiles; a start of a segment is the lowest gate."""
+    if resets is not None:
+        g = jnp.where(resets[:, :, None, None].astype(bool), LOWEST_GATE, g)
+    return padded(in_chunks(g.astype(jnp.float32)), 3, GPU_TILE)
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -74,11 +74,14 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     compiler_params,
     decay,
     halves,
+    in_chunks,
     invert,
     keep_halves,
     load_turned,
+    per_chunk,
     positions,
     turned,
+    turned_states,
 )
 from tilewright.ops.delta_rule.gradient import with_gradient
 from tilewright.ops.delta_rule.pallas_gpu_bwd import backward
@@ -271,17 +274,13 @@ def _state_kernel(
 
 def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> jax.Array:
     """The gates of each chunk, [B, HV, chunks, GATE_ROWS, C]. T is whole chunks."""
-
-    def by_chunk(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, CHUNK)
-
-    beta = by_chunk(beta)
+    beta = per_chunk(beta)
     if g is None and resets is None:
         nothing, one = jnp.zeros_like(beta), jnp.ones_like(beta)
         return jnp.stack([nothing, nothing, beta, one, beta, one], axis=3)
-    g = jnp.zeros_like(beta) if g is None else by_chunk(jnp.maximum(g.astype(jnp.float32), LOWEST_GATE))
+    g = jnp.zeros_like(beta) if g is None else per_chunk(jnp.maximum(g.astype(jnp.float32), LOWEST_GATE))
     if resets is not None:
-        g = jnp.where(by_chunk(resets[:, :, None]) > 0, LOWEST_GATE, g)
+        g = jnp.where(per_chunk(resets[:, :, None]) > 0, LOWEST_GATE, g)
     coarse, fine = coarse_and_fine(g, _sums)
     onward = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
     into = jnp.exp(coarse + fine)
@@ -308,17 +307,16 @@ def _forward(
     launch: Launch,
     keep: bool,
 ) -> tuple[jax.Array, ...]:
-    """o, the final state, and, to keep for a backward, what its first four arguments after d_final are."""
+    """o, the final state, and, to keep for a backward, what its arguments from x to errors are."""
     config: PallasGpuConfig = launch.config
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
-    time = functools.partial(padded, axis=1, multiple=CHUNK)
-    # Tokens of zeros leave the state as it is; channels of zeros add nothing.
     gates = _gates(
-        None if g is None else time(g), time(beta), None if resets is None else time(resets)
+        None if g is None else in_chunks(g), in_chunks(beta), None if resets is None else in_chunks(resets)
     )  # [B, HV, chunks, rows, C]
-    q, k = (padded(time(x), 3, GPU_TILE) for x in (q, k))
-    v = padded(time(v), 3, config.block_v)
-    state = padded(padded(jnp.swapaxes(initial_state, 2, 3), 2, config.block_v), 3, GPU_TILE)  # [B, HV, V, K]
+    # Channels of zeros add nothing.
+    q, k = (padded(in_chunks(x), 3, GPU_TILE) for x in (q, k))
+    v = padded(in_chunks(v), 3, config.block_v)
+    state = turned_states(initial_state, config.block_v)  # [B, HV, V, K]
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
     chunks, group, warpgroups = t // CHUNK, hv // h, config.warpgroups

@@ -69,12 +69,15 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     add_halves,
     along_columns,
     along_rows,
+    compiler_params,
     decay,
     halves,
+    in_chunks,
     load_tile,
     load_turned,
     positions,
     turned,
+    turned_states,
 )
 
 _STAGES = 2  # Of the ring of either kernel: the halves of dS' have the room of a third.
@@ -450,13 +453,12 @@ def backward(
     b, hv, chunks, width, depth = states.shape
     t, group, warpgroups = chunks * CHUNK, hv // h, config.warpgroups
     gated = g is not None
-    time = functools.partial(padded, axis=1, multiple=CHUNK)
-    q, k = (padded(time(array), 3, GPU_TILE) for array in (q, k))
-    d_o = padded(time(d_o), 3, config.block_v)
-    d_state = padded(padded(jnp.swapaxes(d_final, 2, 3), 2, config.block_v), 3, GPU_TILE)  # [B, HV, V, K]
+    q, k = (padded(in_chunks(array), 3, GPU_TILE) for array in (q, k))
+    d_o = padded(in_chunks(d_o), 3, config.block_v)
+    d_state = turned_states(d_final, config.block_v)  # [B, HV, V, K]
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {
-        "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        "compiler_params": compiler_params(barriers=True),
         "interpret": gpu_interpret_params(launch.interpret),
         "thread_name": "warpgroup",
     }

@@ -61,15 +61,19 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     add_split,
     along_columns,
     along_rows,
+    channel_gates,
     compiler_params,
     halves,
+    in_chunks,
     invert,
     keep_halves,
     load_turned,
     lowest_of_all,
+    per_chunk,
     positions,
     sums_of_gates,
     turned,
+    turned_states,
 )
 from tilewright.ops.delta_rule.gradient import with_gradient
 from tilewright.ops.delta_rule.pallas_gpu_kda_bwd import backward
@@ -369,18 +373,15 @@ def _forward(
     """o, the final state, and, to keep for a backward, what its arguments from x to errors are."""
     config: PallasGpuConfig = launch.config
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
-    time = functools.partial(padded, axis=1, multiple=CHUNK)
-    if resets is not None:
-        g = jnp.where(resets[:, :, None, None].astype(bool), LOWEST_GATE, g)
-    # Tokens of zeros leave the state as it is; channels of zeros add nothing.
-    g = padded(time(g.astype(jnp.float32)), 3, GPU_TILE)
-    q, k = (padded(time(x), 3, GPU_TILE) for x in (q, k))
-    v = padded(time(v), 3, config.block_v)
-    state = padded(padded(jnp.swapaxes(initial_state, 2, 3), 2, config.block_v), 3, GPU_TILE)  # [B, HV, V, K]
+    g = channel_gates(g, resets)
+    # Channels of zeros add nothing.
+    q, k = (padded(in_chunks(x), 3, GPU_TILE) for x in (q, k))
+    v = padded(in_chunks(v), 3, config.block_v)
+    state = turned_states(initial_state, config.block_v)  # [B, HV, V, K]
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
     chunks, group, warpgroups = t // CHUNK, hv // h, config.warpgroups
-    beta = jnp.moveaxis(time(beta.astype(jnp.float32)), 1, 2).reshape(b, hv, chunks, CHUNK)
+    beta = per_chunk(in_chunks(beta))
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {
         "compiler_params": compiler_params(),

@@ -61,14 +61,18 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     add_halves,
     along_columns,
     along_rows,
+    channel_gates,
     compiler_params,
     halves,
+    in_chunks,
     keep_halves,
     load_turned,
     lowest_of_all,
+    per_chunk,
     positions,
     sums_of_gates,
     turned,
+    turned_states,
 )
 
 _STAGES = 2
@@ -445,18 +449,11 @@ def backward(
     (_, true_t, h, true_depth), true_width = q.shape, d_o.shape[3]
     b, hv, chunks, width, depth = states.shape
     t, group, warpgroups, parts = chunks * CHUNK, hv // h, config.warpgroups, depth // CHANNELS
-    time = functools.partial(padded, axis=1, multiple=CHUNK)
-    q, k = (padded(time(array), 3, GPU_TILE) for array in (q, k))
-    d_o = padded(time(d_o), 3, config.block_v)
-    d_state = padded(padded(jnp.swapaxes(d_final, 2, 3), 2, config.block_v), 3, GPU_TILE)  # [B, HV, V, K]
-    gates = g.astype(jnp.float32)
-    if resets is not None:
-        gates = jnp.where(resets[:, :, None, None].astype(bool), LOWEST_GATE, gates)
-    gates = padded(time(gates), 3, GPU_TILE)
-    by_chunk = jnp.moveaxis(time(beta.astype(jnp.float32)), 1, 2).reshape(b, hv, chunks, CHUNK)
+    q, k = (padded(in_chunks(array), 3, GPU_TILE) for array in (q, k))
+    d_o = padded(in_chunks(d_o), 3, config.block_v)
+    d_state = turned_states(d_final, config.block_v)  # [B, HV, V, K]
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {"interpret": gpu_interpret_params(launch.interpret), "thread_name": "warpgroup"}
-    with_barriers = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
     d_v, d_states, d_initial = plgpu.kernel(
         functools.partial(_reverse_kernel, chunks=chunks, warpgroups=warpgroups, scale=scale, interpreted=interpreted),
@@ -481,7 +478,7 @@ def backward(
         grid_names=("head", "values", "batch"),
         num_threads=1 + warpgroups,
         kernel_name="kda_reverse",
-        compiler_params=with_barriers,
+        compiler_params=compiler_params(barriers=True),
         **common,
     )(q_into, k_into, k_onward, d_o, x, p, across, d_state)
     # In the interpreter two: a block is to have several chunks there, too.
@@ -507,7 +504,7 @@ def backward(
         grid_names=("block",),
         num_threads=1 + _SIDES,
         kernel_name="kda_products",
-        compiler_params=with_barriers,
+        compiler_params=compiler_params(barriers=True),
         **common,
     )(d_o, d_v, errors, states, d_states)
     of_keys = jnp.bfloat16 if group == 1 else jnp.float32
@@ -536,7 +533,7 @@ def backward(
         kernel_name="kda_pairs",
         compiler_params=compiler_params(),
         **common,
-    )(q, k, gates, by_chunk, through, pairs, across * ends)
+    )(q, k, channel_gates(g, resets), per_chunk(in_chunks(beta)), through, pairs, across * ends)
     if group > 1:
         d_q, d_k = (jnp.sum(array.reshape(b, t, h, group, depth), axis=3).astype(jnp.bfloat16) for array in (d_q, d_k))
     d_q, d_k, d_g = (array[:, :true_t, :, :true_depth] for array in (d_q, d_k, d_g))

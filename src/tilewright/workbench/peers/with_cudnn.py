@@ -3,12 +3,8 @@
 It can return the logsumexp, rounded to the inputs' dtype and without a gradient: that is not ours, and it is left out.
 """
 
-from typing import Any
-
-import jax
-
 from tilewright.core.target import default_device
-from tilewright.workbench.peers.with_jax_nn import attend
+from tilewright.workbench.peers.with_jax_nn import attention
 
 DISTRIBUTIONS = ("jax", "jaxlib", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 OUTPUTS = {"flash_attention": ("out",)}
@@ -19,18 +15,4 @@ def unavailable() -> str | None:
     return None if device.platform in ("gpu", "cuda") else f"it needs an NVIDIA GPU, and this is a {device.platform}"
 
 
-def _flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: Any = None,
-    scale: float | None = None,
-    return_logsumexp: bool = False,
-) -> tuple[jax.Array]:
-    del return_logsumexp
-    return attend("cudnn", q, k, v, causal, window, scale)
-
-
-OPS = {"flash_attention": _flash_attention}
+OPS = {"flash_attention": attention("cudnn")}

@@ -1,5 +1,7 @@
 """flash-linear-attention's chunked Triton kernels. Layouts, scale and states are ours; segments are not asked of it."""
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 DISTRIBUTIONS = ("fla-core", "flash-linear-attention", "torch", "triton")
@@ -34,56 +36,33 @@ def _delta_rule(
     )
 
 
-def _gated_delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    *,
-    scale: float | None = None,
-    initial_state: Any = None,
-    normalize_qk: bool = False,
-) -> tuple[Any, Any]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+def _gated(op: str) -> Callable[..., tuple[Any, Any]]:
+    """`fla.ops.OP.chunk_OP`, for the two ops that have a gate."""
 
-    return chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=normalize_qk,
-    )
+    def run(
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        *,
+        scale: float | None = None,
+        initial_state: Any = None,
+        normalize_qk: bool = False,
+    ) -> tuple[Any, Any]:
+        return getattr(importlib.import_module(f"fla.ops.{op}"), f"chunk_{op}")(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=normalize_qk,
+        )
 
-
-def _kda(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    *,
-    scale: float | None = None,
-    initial_state: Any = None,
-    normalize_qk: bool = False,
-) -> tuple[Any, Any]:
-    from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
-
-    return chunk_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=normalize_qk,
-    )
+    return run
 
 
-OPS = {"delta_rule": _delta_rule, "gated_delta_rule": _gated_delta_rule, "kda": _kda}
+OPS = {"delta_rule": _delta_rule, **{op: _gated(op) for op in ("gated_delta_rule", "kda")}}

@@ -1,5 +1,6 @@
 """JAX's own attention in plain XLA: `jax.nn.dot_product_attention`, with the T x S weights in memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,37 +13,36 @@ def unavailable() -> str | None:
     return None
 
 
-def attend(
-    implementation: Any, q: Any, k: Any, v: Any, causal: bool, window: Any, scale: float | None
-) -> tuple[jax.Array]:
-    if window is not None and None in window:
-        raise NotImplementedError(
-            f"jax.nn.dot_product_attention has no window={tuple(window)} that ends on one side only"
+def attention(implementation: Any) -> Callable[..., tuple[jax.Array]]:
+    """`jax.nn.dot_product_attention` by one of its implementations, as an adapter's function."""
+
+    def attend(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = False,
+        window: Any = None,
+        scale: float | None = None,
+        return_logsumexp: bool = False,
+    ) -> tuple[jax.Array]:
+        del return_logsumexp
+        if window is not None and None in window:
+            raise NotImplementedError(
+                f"jax.nn.dot_product_attention has no window={tuple(window)} that ends on one side only"
+            )
+        out = jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=causal,
+            local_window_size=None if window is None else tuple(window),
+            scale=scale,
+            implementation=implementation,
         )
-    out = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=causal,
-        local_window_size=None if window is None else tuple(window),
-        scale=scale,
-        implementation=implementation,
-    )
-    return (out,)
+        return (out,)
+
+    return attend
 
 
-def _flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: Any = None,
-    scale: float | None = None,
-    return_logsumexp: bool = False,
-) -> tuple[jax.Array]:
-    del return_logsumexp
-    return attend("xla", q, k, v, causal, window, scale)
-
-
-OPS = {"flash_attention": _flash_attention}
+OPS = {"flash_attention": attention("xla")}

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.hopper import Accumulator, padded, product
+from tilewright.core.hopper import Accumulator, accumulate, padded, product
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
 from tilewright.ops.delta_rule.config import GPU_TILE
 
@@ -151,28 +151,34 @@ def lowest_of_all(lowest: jax.Array, everywhere: Any) -> jax.Array:
     return everywhere[0]
 
 
-def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_both: Any, *, interpreted: bool) -> jax.Array:
+def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_pair: Any, *, interpreted: bool) -> jax.Array:
     """(I + L)^-1 of a strictly lower triangular L [C, C]; the two tiles [2 C, C] are for it to work in.
 
-    Of blocks of 2, by hand; then of blocks twice as large, five times: X - (X L X where i is in the second half of such a
-    block and j in its first). Blocks of tokens are merged, never powers of L summed: those overflow for like keys.
+    Of blocks of 2, by hand; then X <- X + (I - X (I + L)) X, Newton's step, six times, with X and the bracket rounded. The
+    bracket is taken inside of blocks twice as large each time: what is there of X L alone merges two blocks, and the rest
+    makes up for the roundings of the rounds before. Blocks of tokens are merged, never powers of L summed: those overflow
+    for like keys.
     """
-    first = pl.ds(0, CHUNK)
     keep_halves(l_both, halves(lower))
-    # i xor j is in [2^level, 2^(level+1)) where i and j are in different halves of a block of 2^(level+1).
+    # i xor j is less than 2^level where i and j are in the same block of 2^level.
     apart = lax.bitwise_xor(i, j)
-    x = jnp.where(i == j, 1.0, 0.0) - jnp.where(apart == 1, lower, 0.0)
+    one = jnp.where(apart == 0, 1.0, 0.0)
+    x = one - jnp.where(apart == 1, lower, 0.0)
 
-    def merge(level: Any, x: jax.Array) -> jax.Array:
-        split = halves(x)
-        keep_halves(x_both, split)
+    def step(level: Any, x: jax.Array) -> jax.Array:
+        rounded = x.astype(jnp.bfloat16)
+        # In turns: a warp may still be multiplying by the other tile when the next warp writes this one.
+        x_tile = x_pair.at[pl.ds(lax.rem(level, jnp.int32(2)) * CHUNK, CHUNK)]
+        x_tile[...] = rounded
         plgpu.commit_smem()
-        x_l = halves(
-            product(SQUARE, lambda sum_: add_split(sum_, split, l_both, l_both.at[first]), interpreted=interpreted)
-        )
-        x_l_x = product(SQUARE, lambda sum_: add_split(sum_, x_l, x_both, x_both.at[first]), interpreted=interpreted)
-        plgpu.commit_smem()  # Other warps may still be multiplying: only behind them are tiles written again.
-        return x - jnp.where(lax.shift_right_logical(apart, level) == 1, x_l_x, 0.0)
+        x = rounded.astype(jnp.float32)
+        twice = jnp.concatenate([rounded, rounded], axis=1)
+        x_l = product(SQUARE, lambda sum_: sum_.add(twice, l_both), interpreted=interpreted)
+        missing = jnp.where(lax.shift_right_logical(apart, level) == 0, one - x - x_l, 0.0).astype(jnp.bfloat16)
+        (x,) = accumulate((x,), lambda sum_: sum_.add(missing, x_tile), interpreted=interpreted)
+        return x
 
     # A loop, not its rounds one by one: their code would not stay in the instruction cache.
-    return lax.fori_loop(1, CHUNK.bit_length() - 1, merge, x)
+    x = lax.fori_loop(2, CHUNK.bit_length() + 1, step, x)
+    plgpu.commit_smem()  # Other warps may still be multiplying: only behind them are tiles written again.
+    return x

@@ -18,8 +18,6 @@ from tilewright.ops.delta_rule.config import GPU_TILE
 
 CHUNK = 64
 HALVES = 2  # What is kept for a backward in float32's place: rounded to bfloat16, and the rest.
-SIDE_BY_SIDE = 3
-"""Chunks that a thread block works on at once where chunks are independent: they hide each other's latency."""
 
 WGMMA = plgpu.Layout.WGMMA
 SQUARE = (CHUNK, CHUNK)

@@ -39,7 +39,7 @@ The inverse's five rounds one by one instead of in a loop: 0.51 against 0.46 ms 
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,6 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     HALVES,
     INTO,
     ONWARD,
-    SIDE_BY_SIDE,
     SQUARE,
     WGMMA,
     add_halves,
@@ -89,11 +88,23 @@ from tilewright.ops.delta_rule.pallas_gpu_bwd import backward
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
 
-# A ring of two leaves room for what a backward needs to be on its way out.
-_STAGES, _STAGES_KEEPING = 3, 2
-# Of 504 that three warpgroups may have together: the state and its halves are 128.
-_STATE_REGISTERS, _FETCH_REGISTERS = 200, 104
-_STATE_REGISTERS_KEEPING, _FETCH_REGISTERS_KEEPING = 208, 88
+_STAGES = 2  # Chunks on chip.
+
+
+class _Roles(NamedTuple):
+    """Warpgroups of a thread block: those that carry a state of 64 channels, and those that write outputs, in turns."""
+
+    states: int
+    outputs: int
+
+    # Of 504 that three warpgroups may have together: the state and its halves are 128.
+    @property
+    def state_registers(self) -> int:
+        return 192 if self.states > 1 else 216
+
+    @property
+    def output_registers(self) -> int:
+        return 120 if self.states > 1 else 144
 
 
 def default_config(chip: Chip, q: Keys, k: Keys, v: Values, *rest: Any, scale: float) -> PallasGpuConfig:
@@ -112,50 +123,40 @@ def unsupported_reason(
     return None
 
 
-def _inverse_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
+def _inverse_kernel(*refs: Any, group: int, interpreted: bool):
     # inputs
     k_ref, gates_ref = refs[:2]
     # outputs
     x_ref = refs[2]
     # scratch
-    k_tiles, gate_tiles, l_tiles, x_tiles, arrived = refs[3:]
+    keys, gates, l_both, x_both, arrived = refs[3:]  # [C, K], [GATE_ROWS, C], [2 C, C] twice
 
-    b, hv, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-    n = lax.axis_index("chunk") * SIDE_BY_SIDE + warpgroup
+    b, hv, n = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("chunk")
     tokens = pl.ds(n * CHUNK, CHUNK)
-
-    @pl.when(n < chunks)
-    def _one_chunk():
-        keys, gates = k_tiles.at[warpgroup], gate_tiles.at[warpgroup]  # [C, K], [GATE_ROWS, C]
-        l_both, x_both = l_tiles.at[warpgroup], x_tiles.at[warpgroup]  # [2 C, C]
-        ready = arrived.at[warpgroup]
-        plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, lax.div(hv, jnp.int32(group))], keys, ready)
-        plgpu.copy_gmem_to_smem(gates_ref.at[b, hv, n], gates, ready)
-        plgpu.barrier_wait(ready)
-        i, j = positions()
-        alike = product(SQUARE, lambda sum_: sum_.add(keys, turned(keys)), interpreted=interpreted)  # [C, C]
-        lower = jnp.where(i > j, alike * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE), 0.0)
-        keep_halves(x_both, halves(invert(lower, i, j, l_both, x_both, interpreted=interpreted)))
-        plgpu.commit_smem()
-        for half in range(2):
-            rows = pl.ds(half * CHUNK, CHUNK)
-            plgpu.copy_smem_to_gmem(x_both.at[rows], x_ref.at[b, hv, tokens, rows])
-        plgpu.wait_smem_to_gmem(0)
+    plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, lax.div(hv, jnp.int32(group))], keys, arrived)
+    plgpu.copy_gmem_to_smem(gates_ref.at[b, hv, n], gates, arrived)
+    plgpu.barrier_wait(arrived)
+    i, j = positions()
+    alike = product(SQUARE, lambda sum_: sum_.add(keys, turned(keys)), interpreted=interpreted)  # [C, C]
+    lower = jnp.where(i > j, alike * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE), 0.0)
+    keep_halves(x_both, halves(invert(lower, i, j, l_both, x_both, interpreted=interpreted)))
+    plgpu.commit_smem()
+    for half in range(2):
+        rows = pl.ds(half * CHUNK, CHUNK)
+        plgpu.copy_smem_to_gmem(x_both.at[rows], x_ref.at[b, hv, tokens, rows])
+    plgpu.wait_smem_to_gmem(0)
 
 
-def _state_kernel(
-    *refs: Any, chunks: int, kept_halves: int, group: int, warpgroups: int, scale: float, interpreted: bool
-):
+def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles, scale: float, interpreted: bool):
     # inputs
     q_ref, k_ref, v_ref, x_ref, gates_ref, initial_ref = refs[:6]
     # outputs
     o_ref, final_ref = refs[6:8]
-    states_ref, errors_ref = refs[8:10] if kept_halves else (refs[0], refs[0])  # Without: not used.
+    states_ref, errors_ref = refs[8:10] if keep else (refs[0], refs[0])  # Without: not used.
     # scratch
-    scratch = refs[10 if kept_halves else 8 :]
-    q_ring, k_ring, v_ring, x_ring, gate_ring, p_tile, arrived, consumed, p_made, p_used = scratch[:10]
-    state_tiles, error_tiles = scratch[10:] if kept_halves else (refs[0], refs[0])
-    stages = q_ring.shape[0]
+    q_ring, k_ring, v_ring, x_ring, gate_ring, state_tiles, error_tiles, out_tiles, *barriers = refs[10 if keep else 8 :]
+    arrived, consumed, state_made, state_used, errors_made, errors_used = barriers
+    states, outputs = roles
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     warpgroup = lax.axis_index("warpgroup")
@@ -163,113 +164,139 @@ def _state_kernel(
     depth = q_ring.shape[-1]
 
     def slot_of(n: Any) -> jax.Array:
-        return lax.rem(n, jnp.int32(stages))
+        return lax.rem(n, jnp.int32(_STAGES))
 
     def channels(of: Any) -> Any:
-        return pl.ds((block * warpgroups + of) * GPU_TILE, GPU_TILE)
+        return pl.ds((block * states + of) * GPU_TILE, GPU_TILE)
 
     def tokens(n: Any) -> Any:
         return pl.ds(n * CHUNK, CHUNK)
 
-    @pl.when(warpgroup == warpgroups)
-    def _fetch_and_score():
-        if warpgroups > 1:
-            plgpu.set_max_registers(_FETCH_REGISTERS_KEEPING if kept_halves else _FETCH_REGISTERS, action="decrease")
+    def between(state: Any, n: Any) -> Any:
+        """Of barriers between a warpgroup with a state and the one that writes the outputs of a chunk, which one."""
+        return state * outputs + lax.rem(n, jnp.int32(outputs))
+
+    def zero_of(n: Any) -> jax.Array:
+        """Always 0, which the compiler does not know: it would keep addresses of tiles from before the loop, and spill."""
+        return lax.shift_right_logical(n, 30)
+
+    @pl.when(warpgroup >= states)
+    def _fetch_and_write_outputs():
+        plgpu.set_max_registers(roles.output_registers, action="decrease")
+        mine = warpgroup - states
 
         def fetch(n: Any) -> None:
             slot = slot_of(n)
             for source, ring in (
                 (k_ref.at[b, tokens(n), h], k_ring.at[slot]),
                 (gates_ref.at[b, hv, n], gate_ring.at[slot]),
-                (q_ref.at[b, tokens(n), h], q_ring.at[slot]),
+                *((v_ref.at[b, tokens(n), hv, channels(w)], v_ring.at[slot, w]) for w in range(states)),
                 (x_ref.at[b, hv, tokens(n)], x_ring.at[slot]),
-                *((v_ref.at[b, tokens(n), hv, channels(w)], v_ring.at[slot, w]) for w in range(warpgroups)),
+                (q_ref.at[b, tokens(n), h], q_ring.at[slot]),
             ):
                 plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
 
-        ahead = stages - 1
-        for n in range(min(ahead, chunks)):
-            fetch(jnp.int32(n))
+        def first_fetch(n: Any) -> None:
+            pl.when(n < chunks)(lambda: fetch(n))
 
-        def one_chunk(n: Any, carry: tuple[()]) -> tuple[()]:
+        for number in range(_STAGES // outputs):
+            first_fetch(mine + number * outputs)
+
+        def one_chunk(number: Any, carry: tuple[()]) -> tuple[()]:
+            n = number * outputs + mine
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
+            queries, gates = q_ring.at[slot], gate_ring.at[slot]
             i, j = positions()
-            qk = product(
-                SQUARE, lambda sum_: sum_.add(q_ring.at[slot], turned(k_ring.at[slot])), interpreted=interpreted
-            )
-            gates = gate_ring.at[slot]
-            split = halves(qk * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE))
-            pl.when(n > 0)(lambda: plgpu.barrier_wait(p_used))
-            for half, value in enumerate(split):
-                p_tile[:, pl.ds(half * CHUNK, CHUNK)] = value
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(p_made)
+            i = i + zero_of(n)
+            qk = product(SQUARE, lambda sum_: sum_.add(queries, turned(k_ring.at[slot])), interpreted=interpreted)
+            p = halves(qk * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE))
+            into = along_rows(gates.at[INTO], SQUARE)
 
-            @pl.when(n + ahead < chunks)
-            def _next():
-                pl.when(n > 0)(lambda: plgpu.barrier_wait(consumed.at[slot_of(n + ahead)]))
-                fetch(n + ahead)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+            def one_tile(w: Any, carry: tuple[()]) -> tuple[()]:
+                out, both = out_tiles.at[mine * states + w], between(w, n)
+                plgpu.barrier_wait(state_made.at[both])
+                q_s = product(SQUARE, lambda sum_: sum_.add(queries, turned(state_tiles.at[w])), interpreted=interpreted)
+                plgpu.barrier_arrive(state_used.at[both])
+                plgpu.barrier_wait(errors_made.at[both])
+
+                def add_p(sum_: Accumulator) -> None:
+                    add_halves(sum_, p, turned(error_tiles.at[w, 0]))
+                    sum_.add(p[0], turned(error_tiles.at[w, 1]))
+
+                (o,) = accumulate((q_s * into,), add_p, interpreted=interpreted)
+                plgpu.barrier_arrive(errors_used.at[both])
+                out[...] = (o * scale).astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out, o_ref.at[b, tokens(n), hv, channels(w)])
+                return carry
+
+            lax.fori_loop(0, states, one_tile, ())
+            plgpu.barrier_wait(consumed.at[slot])
+            pl.when(n + _STAGES < chunks)(lambda: fetch(n + _STAGES))
             return carry
 
-        lax.fori_loop(0, chunks, one_chunk, ())
+        lax.fori_loop(0, lax.div(chunks - mine + (outputs - 1), jnp.int32(outputs)), one_chunk, ())
+        plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup < warpgroups)
+    @pl.when(warpgroup < states)
     def _carry_the_state():
-        if warpgroups > 1:
-            plgpu.set_max_registers(_STATE_REGISTERS_KEEPING if kept_halves else _STATE_REGISTERS, action="increase")
+        plgpu.set_max_registers(roles.state_registers, action="increase")
         mine = channels(warpgroup)
         tile, state_shape = (GPU_TILE, CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
         first = pl.ds(0, CHUNK)
 
+        def wait_for_outputs(used: Any, n: Any) -> None:
+            pl.when(n >= 0)(lambda: plgpu.barrier_wait(used.at[between(warpgroup, jnp.maximum(n, 0))]))
+
         def one_chunk(n: Any, state: jax.Array) -> jax.Array:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
-            keys, queries, values = k_ring.at[slot], q_ring.at[slot], v_ring.at[slot, warpgroup]
+            state_tile, error_tile = (tiles.at[warpgroup + zero_of(n)] for tiles in (state_tiles, error_tiles))
+            keys, values = k_ring.at[slot], v_ring.at[slot, warpgroup]
             x_both, gates = x_ring.at[slot], gate_ring.at[slot]
+            if keep:
+                pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
             before = halves(state)  # [V, K]
-            k_s = product(tile, lambda sum_: add_halves(sum_, before, turned(keys)), interpreted=interpreted)  # [V, C]
-            q_s = product(tile, lambda sum_: sum_.add(before[0], turned(queries)), interpreted=interpreted)
-            if kept_halves:
-                state_tiles[warpgroup] = before[0]
-            into = along_columns(gates.at[INTO], tile)
-            wanted = halves(load_turned(values) - k_s * into)
+
+            def add_k_s(sum_: Accumulator) -> None:
+                add_halves(sum_, before, turned(keys))
+                wait_for_outputs(state_used, n - 1)
+                state_tile[...] = before[0]
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(state_made.at[between(warpgroup, n)])
+
+            k_s = product(tile, add_k_s, interpreted=interpreted)  # [V, C]
+            wanted = halves(load_turned(values) - k_s * along_columns(gates.at[INTO], tile))
             errors = product(
                 tile,
                 lambda sum_: add_split(sum_, wanted, turned(x_both), turned(x_both.at[:, first])),
                 interpreted=interpreted,
             )
-            split = halves(errors)
-            if kept_halves:
-                for half in range(kept_halves):
-                    error_tiles[warpgroup, half] = split[half]
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(state_tiles.at[warpgroup], states_ref.at[b, hv, n, mine])
-                for half in range(kept_halves):
-                    plgpu.copy_smem_to_gmem(error_tiles.at[warpgroup, half], errors_ref.at[b, hv, n, half, mine])
-            plgpu.barrier_wait(p_made)
-
-            def add_p(sum_: Accumulator) -> None:
-                add_split(sum_, split, turned(p_tile), turned(p_tile.at[:, first]))
-
-            (o,) = accumulate((q_s * into,), add_p, interpreted=interpreted)
-            plgpu.barrier_arrive(p_used)
-            # v's tile has been read: o goes out through it.
-            turned(values)[...] = (o * scale).astype(jnp.bfloat16)
+            wait_for_outputs(errors_used, n - 1)
+            for half, value in enumerate(halves(errors)):
+                error_tile[half] = value
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(errors_made.at[between(warpgroup, n)])
+            if keep:
+                plgpu.copy_smem_to_gmem(state_tile, states_ref.at[b, hv, n, mine])
+                for half in range(HALVES):
+                    plgpu.copy_smem_to_gmem(error_tile.at[half], errors_ref.at[b, hv, n, half, mine])
             written = halves(errors * along_columns(gates.at[ONWARD], tile))
             left = state * along_rows(gates.at[ACROSS], state_shape)
             (state,) = accumulate((left,), lambda sum_: add_halves(sum_, written, keys), interpreted=interpreted)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(consumed.at[slot])
             return state
 
         state = plgpu.load(initial_ref.at[b, hv, mine], layout=WGMMA, optimized=False)
         state = lax.fori_loop(0, chunks, one_chunk, state)
-        plgpu.wait_smem_to_gmem(0)
+        for used in (state_used, errors_used):
+            wait_for_outputs(used, jnp.int32(chunks - 1))
         final_ref[b, hv, mine, :] = state
+        if keep:
+            plgpu.wait_smem_to_gmem(0)
 
 
 def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> jax.Array:
@@ -319,68 +346,59 @@ def _forward(
     state = turned_states(initial_state, config.block_v)  # [B, HV, V, K]
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
-    chunks, group, warpgroups = t // CHUNK, hv // h, config.warpgroups
+    chunks, group = t // CHUNK, hv // h
+    roles = _Roles(config.warpgroups, 3 - config.warpgroups)
     interpreted = launch.interpret is not None
-    common: dict[str, Any] = {
-        "compiler_params": compiler_params(),
-        "interpret": gpu_interpret_params(launch.interpret),
-        "thread_name": "warpgroup",
-    }
-
+    common: dict[str, Any] = {"compiler_params": compiler_params(), "interpret": gpu_interpret_params(launch.interpret)}
     bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
 
     x = plgpu.kernel(
-        functools.partial(_inverse_kernel, chunks=chunks, group=group, interpreted=interpreted),
+        functools.partial(_inverse_kernel, group=group, interpreted=interpreted),
         out_type=output_like((b, hv, t, 2 * CHUNK), jnp.bfloat16, k),
         scratch_types=[
-            bfloat16_tile(SIDE_BY_SIDE, CHUNK, depth),
-            plgpu.SMEM((SIDE_BY_SIDE, GATE_ROWS, CHUNK), jnp.float32),
-            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
-            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHUNK),
-            plgpu.Barrier(num_arrivals=2, num_barriers=SIDE_BY_SIDE),
+            bfloat16_tile(CHUNK, depth),
+            plgpu.SMEM((GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(2 * CHUNK, CHUNK),
+            bfloat16_tile(2 * CHUNK, CHUNK),
+            plgpu.Barrier(num_arrivals=2),
         ],
-        grid=(-(-chunks // SIDE_BY_SIDE), hv, b),
+        grid=(chunks, hv, b),
         grid_names=("chunk", "head", "batch"),
-        num_threads=SIDE_BY_SIDE,
         kernel_name="delta_rule_inverses",
         **common,
     )(k, gates)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    kept_halves = HALVES if keep else 0
-    stages = _STAGES_KEEPING if keep else _STAGES
-    tiles_to_keep = []
     if keep:
         out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
-        out_type.append(output_like((b, hv, chunks, kept_halves, width, CHUNK), jnp.bfloat16, v))
-        tiles_to_keep.append(bfloat16_tile(warpgroups, GPU_TILE, depth))
-        tiles_to_keep.append(bfloat16_tile(warpgroups, kept_halves, GPU_TILE, CHUNK))
+        out_type.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
     o, final, *kept = plgpu.kernel(
         functools.partial(
             _state_kernel,
             chunks=chunks,
-            kept_halves=kept_halves,
+            keep=keep,
             group=group,
-            warpgroups=warpgroups,
+            roles=roles,
             scale=scale,
             interpreted=interpreted,
         ),
         out_type=out_type,
         scratch_types=[
-            bfloat16_tile(stages, CHUNK, depth),
-            bfloat16_tile(stages, CHUNK, depth),
-            bfloat16_tile(stages, warpgroups, CHUNK, GPU_TILE),
-            bfloat16_tile(stages, CHUNK, 2 * CHUNK),
-            plgpu.SMEM((stages, GATE_ROWS, CHUNK), jnp.float32),
-            bfloat16_tile(CHUNK, 2 * CHUNK),
-            plgpu.Barrier(num_arrivals=4 + warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1),
-            plgpu.Barrier(num_arrivals=warpgroups),
-            *tiles_to_keep,
+            bfloat16_tile(_STAGES, CHUNK, depth),
+            bfloat16_tile(_STAGES, CHUNK, depth),
+            bfloat16_tile(_STAGES, roles.states, CHUNK, GPU_TILE),
+            bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
+            plgpu.SMEM((_STAGES, GATE_ROWS, CHUNK), jnp.float32),
+            bfloat16_tile(roles.states, GPU_TILE, depth),
+            bfloat16_tile(roles.states, HALVES, GPU_TILE, CHUNK),
+            bfloat16_tile(roles.outputs * roles.states, CHUNK, GPU_TILE),
+            plgpu.Barrier(num_arrivals=4 + roles.states, num_barriers=_STAGES),
+            plgpu.Barrier(num_arrivals=roles.states, num_barriers=_STAGES),
+            *(plgpu.Barrier(num_arrivals=1, num_barriers=roles.states * roles.outputs) for _ in range(4)),
         ],
         grid=(hv, width // config.block_v, b),
         grid_names=("head", "values", "batch"),
-        num_threads=1 + warpgroups,
+        num_threads=sum(roles),
+        thread_name="warpgroup",
         kernel_name="delta_rule_states",
         **common,
     )(q, k, v, x, gates, state)

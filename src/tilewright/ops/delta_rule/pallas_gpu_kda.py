@@ -54,7 +54,6 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     HALVES,
     LARGEST_EXPONENT,
     LOG2_E,
-    SIDE_BY_SIDE,
     SQUARE,
     WGMMA,
     add_halves,
@@ -79,6 +78,8 @@ from tilewright.ops.delta_rule.gradient import with_gradient
 from tilewright.ops.delta_rule.pallas_gpu_kda_bwd import backward
 
 _STAGES = 2
+# Chunks that a thread block of `_scores_kernel` works on at once: they hide each other's latency.
+_SIDE_BY_SIDE = 3
 _STATE_REGISTERS, _FETCH_REGISTERS = 240, 24
 
 
@@ -104,7 +105,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
     q_tiles, k_tiles, g_tiles, row_tiles, column_tiles, beta_tiles, across_tiles, lowest_tiles, arrived = refs[10:]
 
     b, hv, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-    n = lax.axis_index("chunk") * SIDE_BY_SIDE + warpgroup
+    n = lax.axis_index("chunk") * _SIDE_BY_SIDE + warpgroup
     tokens = pl.ds(n * CHUNK, CHUNK)
     first, second = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
     depth = k_into_ref.shape[-1]
@@ -402,19 +403,19 @@ def _forward(
             output_like((b, hv, chunks, depth), jnp.float32, g),
         ],
         scratch_types=[
-            bfloat16_tile(SIDE_BY_SIDE, CHUNK, CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, CHUNK, CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, 3 * CHUNK, CHANNELS),
-            bfloat16_tile(SIDE_BY_SIDE, 2 * CHUNK, CHANNELS),
-            plgpu.SMEM((SIDE_BY_SIDE, CHUNK), jnp.float32),
-            plgpu.SMEM((SIDE_BY_SIDE, CHANNELS), jnp.float32),
-            plgpu.SMEM((SIDE_BY_SIDE, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=3, num_barriers=SIDE_BY_SIDE),
+            bfloat16_tile(_SIDE_BY_SIDE, CHUNK, CHANNELS),
+            bfloat16_tile(_SIDE_BY_SIDE, CHUNK, CHANNELS),
+            bfloat16_tile(_SIDE_BY_SIDE, 2 * CHUNK, CHANNELS),
+            bfloat16_tile(_SIDE_BY_SIDE, 3 * CHUNK, CHANNELS),
+            bfloat16_tile(_SIDE_BY_SIDE, 2 * CHUNK, CHANNELS),
+            plgpu.SMEM((_SIDE_BY_SIDE, CHUNK), jnp.float32),
+            plgpu.SMEM((_SIDE_BY_SIDE, CHANNELS), jnp.float32),
+            plgpu.SMEM((_SIDE_BY_SIDE, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=3, num_barriers=_SIDE_BY_SIDE),
         ],
-        grid=(-(-chunks // SIDE_BY_SIDE), hv, b),
+        grid=(-(-chunks // _SIDE_BY_SIDE), hv, b),
         grid_names=("chunk", "head", "batch"),
-        num_threads=SIDE_BY_SIDE,
+        num_threads=_SIDE_BY_SIDE,
         kernel_name="kda_scores",
         **common,
     )(q, k, g, beta)

@@ -15,10 +15,11 @@ Floor for K = V = D, a token and head in bfloat16: q, k, v read and o written, 8
 Here: k once more and X written and read, 6 D bytes more at D = 128. That is 14 D, 1.4 GB for H96 T8192: a third of a
 millisecond of an H200. Products of rounded halves make it 20 MFLOP a chunk.
 
-Blocking. `_inverse_kernel`: a warpgroup a chunk, three to a thread block. `_state_kernel`: a thread block for a head and up
+Blocking. `_inverse_kernel`: a warpgroup, which is a thread block, a chunk. `_state_kernel`: a thread block for a head and up
 to 128 value channels, the whole sequence. A warpgroup carries the transposed state [64 channels, K] of its channels in
 registers, where it is the accumulator of one product and, rounded, the left operand of the next: nothing of the chain
-k S, E, S passes through shared memory. One more warpgroup fetches chunks into a ring of three and makes P.
+k S, E, S passes through shared memory. Copies of S and E go there for the warpgroups that write outputs: one beside two
+states, or, beside one, two that take chunks in turns. These make P, and fetch chunks into a ring of two.
 
 Numerics. Accumulators, states and decays are float32. An operand of float32 is split into its bfloat16 and the rest; of
 the four products of two such, the three large ones are taken. Only q S takes S rounded: it adds to o alone. Decays are
@@ -27,15 +28,17 @@ exp of sums of two parts of the gates, one exact and one small, as in chunk.py. 
 Limits: Hopper only. bfloat16 only. K up to 128: the state is in registers. K is padded to 64 or 128, V and T to multiples
 of 64; each costs a copy where it is not whole.
 
-By an H200 (driver 580.159.04, jax 0.11.2), tried and dropped, H96 T8192 D128:
-- the inverse in the third warpgroup of `_state_kernel`: 2.4 ms. Ten products of one warpgroup follow each other, 18,000
-  cycles a chunk; three chunks side by side hide each other's latency;
-- q S of both halves of S, or both last products in flight at once: ptxas runs out of registers and puts a wait behind
-  every instruction of the matrix unit (C7512), 0.78 -> 0.88 ms for the state;
-- four warpgroups to a block of `_inverse_kernel`: registers spill, 0.56 against 0.51 ms.
-With one warpgroup for the state (T32768 H4, 2.9 us a chunk), where registers would do: q S in flight beside what follows
-it, both last products in flight at once, outputs that leave the ring a chunk later: 1.47 to 1.48 ms each, as without.
-The inverse's five rounds one by one instead of in a loop: 0.51 against 0.46 ms (the instruction cache).
+By an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128 unless said), tried and dropped:
+- the inverse in `_state_kernel`, by the warpgroup that fetches: 2.4 ms in all. Its products follow each other; three chunks
+  side by side hide each other's latency;
+- the inverse by products of two halves throughout, 30 instead of 18: 0.46 ms, now 0.32. Of these 0.16 are for its operands
+  and the copies. Three warpgroups to a thread block, 0.37; four, registers spill, 0.39;
+- the inverse's rounds one by one instead of in a loop: a tenth more (the instruction cache);
+- q S and P E by the warpgroup that carries the state: 1.49 ms for the states of T32768 H4, now 1.40. Without any outputs it
+  would be 1.12, and there 0.33 are for the second halves of S and of E, 0.29 for k S, 0.23 for k^T E, and 0.39 for what is
+  left with no product at all;
+- one warpgroup for the outputs beside one state: 1.49 ms, as it then is what the state waits for;
+- a barrier before and behind each store, products in flight beside others, outputs a chunk later: no difference.
 """
 
 import functools
@@ -154,7 +157,9 @@ def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles
     o_ref, final_ref = refs[6:8]
     states_ref, errors_ref = refs[8:10] if keep else (refs[0], refs[0])  # Without: not used.
     # scratch
-    q_ring, k_ring, v_ring, x_ring, gate_ring, state_tiles, error_tiles, out_tiles, *barriers = refs[10 if keep else 8 :]
+    q_ring, k_ring, v_ring, x_ring, gate_ring, state_tiles, error_tiles, out_tiles, *barriers = refs[
+        10 if keep else 8 :
+    ]
     arrived, consumed, state_made, state_used, errors_made, errors_used = barriers
     states, outputs = roles
 
@@ -218,7 +223,9 @@ def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles
             def one_tile(w: Any, carry: tuple[()]) -> tuple[()]:
                 out, both = out_tiles.at[mine * states + w], between(w, n)
                 plgpu.barrier_wait(state_made.at[both])
-                q_s = product(SQUARE, lambda sum_: sum_.add(queries, turned(state_tiles.at[w])), interpreted=interpreted)
+                q_s = product(
+                    SQUARE, lambda sum_: sum_.add(queries, turned(state_tiles.at[w])), interpreted=interpreted
+                )
                 plgpu.barrier_arrive(state_used.at[both])
                 plgpu.barrier_wait(errors_made.at[both])
 

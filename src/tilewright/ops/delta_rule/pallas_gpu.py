@@ -15,8 +15,8 @@ Floor for K = V = D, a token and head in bfloat16: q, k, v read and o written, 8
 Here: k once more and X written and read, 6 D bytes more at D = 128. That is 14 D, 1.4 GB for H96 T8192: a third of a
 millisecond of an H200. Products of rounded halves make it 20 MFLOP a chunk.
 
-Blocking. `_inverse_kernel`: a warpgroup, which is a thread block, a chunk. `_state_kernel`: a thread block for a head and up
-to 128 value channels, the whole sequence. A warpgroup carries the transposed state [64 channels, K] of its channels in
+Blocking. `_inverse_kernel`: a thread block, of one warpgroup, for a chunk. `_state_kernel`: a thread block for a head and
+up to 128 value channels, the whole sequence. A warpgroup carries the transposed state [64 channels, K] of its channels in
 registers, where it is the accumulator of one product and, rounded, the left operand of the next: nothing of the chain
 k S, E, S passes through shared memory. Copies of S and E go there for the warpgroups that write outputs: one beside two
 states, or, beside one, two that take chunks in turns. These make P, and fetch chunks into a ring of two.

@@ -22,6 +22,8 @@ _TPU_HEADS = 4
 GPU_TILE = 64
 GPU_WARPGROUPS = 2
 GPU_WIDEST_KEY = 128
+# Tokens of a part, and parts of a sequence, below which the second pass over it costs more than it saves.
+_GPU_LEAST_PART, _GPU_LEAST_PARTS = 512, 3
 
 
 def _chunk_for(t: int, smallest: int, largest: int) -> int:
@@ -128,13 +130,19 @@ class PallasTpuConfig:
 
 @dataclass(frozen=True)
 class PallasGpuConfig:
-    """Value channels of a thread block, 64 for each of its warpgroups that carry a state.
+    """Value channels of a thread block, 64 for each of its warpgroups that carry a state; and parts of the sequence.
 
-    128 reads queries and keys once for 128 channels; 64 makes twice as many blocks, for when there are fewer than the GPU
-    has multiprocessors.
+    128 channels read queries and keys once for all of them; 64 make twice as many blocks, for when there are fewer than the
+    GPU has multiprocessors. Where these are still few the sequence is cut into `parts`, which are worked on at the same
+    time, twice (gpu_parts.py).
+
+    Results are the same to the bit for any block_v, and differ in rounding with the parts. `for_shape` takes those from
+    shapes alone, the batch's and the length among them: a row's bits do not depend on what else is in a batch, but may on
+    how large it is. Who needs them not to passes parts=1.
     """
 
     block_v: int = GPU_WARPGROUPS * GPU_TILE
+    parts: int = 1
 
     def __post_init__(self) -> None:
         allowed = [count * GPU_TILE for count in range(1, GPU_WARPGROUPS + 1)]
@@ -143,6 +151,8 @@ class PallasGpuConfig:
                 f"block_v={self.block_v!r} must be one of {', '.join(map(str, allowed))} (a warpgroup carries {GPU_TILE} "
                 f"channels); use {allowed[-1]}"
             )
+        if not isinstance(self.parts, int) or self.parts < 1:
+            raise ValueError(f"parts={self.parts!r} must be a positive integer; use 1 for a sequence that is not cut")
 
     @property
     def warpgroups(self) -> int:
@@ -150,12 +160,15 @@ class PallasGpuConfig:
         return self.block_v // GPU_TILE
 
     @staticmethod
-    def for_shape(chip: Chip, b: int, hv: int, v: int) -> "PallasGpuConfig":
+    def for_shape(chip: Chip, b: int, t: int, hv: int, v: int) -> "PallasGpuConfig":
+        """Blocks that fill the chip about once: narrow ones where wide ones are few, parts where narrow ones are few."""
         tiles = -(-v // GPU_TILE)
         widest = min(tiles, GPU_WARPGROUPS)
         blocks = b * hv * -(-tiles // widest)
-        few = chip.multiprocessors is not None and 2 * blocks <= chip.multiprocessors
-        return PallasGpuConfig(GPU_TILE * (1 if few else widest))
+        if chip.multiprocessors is None or 2 * blocks > chip.multiprocessors:
+            return PallasGpuConfig(GPU_TILE * widest)
+        parts = min(chip.multiprocessors // (b * hv * tiles), t // _GPU_LEAST_PART)
+        return PallasGpuConfig(GPU_TILE, parts if parts >= _GPU_LEAST_PARTS else 1)
 
 
 def lanes(width: int) -> int:

@@ -59,6 +59,7 @@ from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule import pallas_gpu_kda
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, coarse_and_fine
 from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WIDEST_KEY, PallasGpuConfig
+from tilewright.ops.delta_rule.gpu_parts import Columns, Parts, starts, types_of_ends, warpgroups_for_ends
 from tilewright.ops.delta_rule.gpu_tiles import (
     ACROSS,
     BETA,
@@ -94,6 +95,10 @@ DTYPES = ("bfloat16",)
 _STAGES = 2  # Chunks on chip.
 
 
+# Of a warpgroup with a state and of the one that fetches, where only the ends of parts are asked for.
+_END_REGISTERS = 240, 24
+
+
 class _Roles(NamedTuple):
     """Warpgroups of a thread block: those that carry a state of 64 channels, and those that write outputs, in turns."""
 
@@ -112,7 +117,7 @@ class _Roles(NamedTuple):
 
 def default_config(chip: Chip, q: Keys, k: Keys, v: Values, *rest: Any, scale: float) -> PallasGpuConfig:
     del k, rest, scale
-    return PallasGpuConfig.for_shape(chip, q.shape[0], *v.shape[2:])
+    return PallasGpuConfig.for_shape(chip, *q.shape[:2], *v.shape[2:])
 
 
 def unsupported_reason(
@@ -150,11 +155,14 @@ def _inverse_kernel(*refs: Any, group: int, interpreted: bool):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles, scale: float, interpreted: bool):
+def _state_kernel(
+    *refs: Any, parts: Parts, ends: bool, keep: bool, group: int, roles: _Roles, scale: float, interpreted: bool
+):
+    """The state through the chunks of a part. For its `ends`: of values and of the identity, and no outputs."""
     # inputs
     q_ref, k_ref, v_ref, x_ref, gates_ref, initial_ref = refs[:6]
     # outputs
-    o_ref, final_ref = refs[6:8]
+    o_ref, final_ref = end_ref, transition_ref = refs[6:8]
     states_ref, errors_ref = refs[8:10] if keep else (refs[0], refs[0])  # Without: not used.
     # scratch
     q_ring, k_ring, v_ring, x_ring, gate_ring, state_tiles, error_tiles, out_tiles, *barriers = refs[
@@ -164,18 +172,19 @@ def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles
     states, outputs = roles
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
-    warpgroup = lax.axis_index("warpgroup")
+    part, warpgroup = lax.axis_index("part"), lax.axis_index("warpgroup")
     h = lax.div(hv, jnp.int32(group))
+    begin, count = parts.range_of(part)
     depth = q_ring.shape[-1]
 
     def slot_of(n: Any) -> jax.Array:
         return lax.rem(n, jnp.int32(_STAGES))
 
-    def channels(of: Any) -> Any:
-        return pl.ds((block * states + of) * GPU_TILE, GPU_TILE)
+    def columns(of: Any) -> Columns:
+        return Columns(block * states + of, v_ref.shape[3] // GPU_TILE)
 
     def tokens(n: Any) -> Any:
-        return pl.ds(n * CHUNK, CHUNK)
+        return pl.ds((begin + n) * CHUNK, CHUNK)
 
     def between(state: Any, n: Any) -> Any:
         """Of barriers between a warpgroup with a state and the one that writes the outputs of a chunk, which one."""
@@ -185,30 +194,31 @@ def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles
         """Always 0, which the compiler does not know: it would keep addresses of tiles from before the loop, and spill."""
         return lax.shift_right_logical(n, 30)
 
-    @pl.when(warpgroup >= states)
+    busy = columns(0).needed(part) if ends else True
+
+    @pl.when((warpgroup >= states) & busy)
     def _fetch_and_write_outputs():
-        plgpu.set_max_registers(roles.output_registers, action="decrease")
+        plgpu.set_max_registers(_END_REGISTERS[1] if ends else roles.output_registers, action="decrease")
         mine = warpgroup - states
 
         def fetch(n: Any) -> None:
             slot = slot_of(n)
             for source, ring in (
                 (k_ref.at[b, tokens(n), h], k_ring.at[slot]),
-                (gates_ref.at[b, hv, n], gate_ring.at[slot]),
-                *((v_ref.at[b, tokens(n), hv, channels(w)], v_ring.at[slot, w]) for w in range(states)),
+                (gates_ref.at[b, hv, begin + n], gate_ring.at[slot]),
+                *((v_ref.at[b, tokens(n), hv, columns(w).channels], v_ring.at[slot, w]) for w in range(states)),
                 (x_ref.at[b, hv, tokens(n)], x_ring.at[slot]),
-                (q_ref.at[b, tokens(n), h], q_ring.at[slot]),
+                *(() if ends else ((q_ref.at[b, tokens(n), h], q_ring.at[slot]),)),
             ):
                 plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
 
         def first_fetch(n: Any) -> None:
-            pl.when(n < chunks)(lambda: fetch(n))
+            pl.when(n < count)(lambda: fetch(n))
 
         for number in range(_STAGES // outputs):
             first_fetch(mine + number * outputs)
 
-        def one_chunk(number: Any, carry: tuple[()]) -> tuple[()]:
-            n = number * outputs + mine
+        def write_outputs(n: Any) -> None:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
             queries, gates = q_ring.at[slot], gate_ring.at[slot]
@@ -237,21 +247,27 @@ def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles
                 plgpu.barrier_arrive(errors_used.at[both])
                 out[...] = (o * scale).astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, o_ref.at[b, tokens(n), hv, channels(w)])
+                plgpu.copy_smem_to_gmem(out, o_ref.at[b, tokens(n), hv, columns(w).channels])
                 return carry
 
             lax.fori_loop(0, states, one_tile, ())
-            plgpu.barrier_wait(consumed.at[slot])
-            pl.when(n + _STAGES < chunks)(lambda: fetch(n + _STAGES))
+
+        def one_chunk(number: Any, carry: tuple[()]) -> tuple[()]:
+            n = number * outputs + mine
+            if not ends:
+                write_outputs(n)
+            plgpu.barrier_wait(consumed.at[slot_of(n)])
+            pl.when(n + _STAGES < count)(lambda: fetch(n + _STAGES))
             return carry
 
-        lax.fori_loop(0, lax.div(chunks - mine + (outputs - 1), jnp.int32(outputs)), one_chunk, ())
+        lax.fori_loop(0, lax.div(count - mine + (outputs - 1), jnp.int32(outputs)), one_chunk, ())
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup < states)
+    @pl.when((warpgroup < states) & busy)
     def _carry_the_state():
-        plgpu.set_max_registers(roles.state_registers, action="increase")
-        mine = channels(warpgroup)
+        plgpu.set_max_registers(_END_REGISTERS[0] if ends else roles.state_registers, action="increase")
+        carried = columns(warpgroup)
+        mine = carried.channels
         tile, state_shape = (GPU_TILE, CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
         first = pl.ds(0, CHUNK)
 
@@ -270,38 +286,52 @@ def _state_kernel(*refs: Any, chunks: int, keep: bool, group: int, roles: _Roles
 
             def add_k_s(sum_: Accumulator) -> None:
                 add_halves(sum_, before, turned(keys))
+                if ends:
+                    return
                 wait_for_outputs(state_used, n - 1)
                 state_tile[...] = before[0]
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(state_made.at[between(warpgroup, n)])
 
             k_s = product(tile, add_k_s, interpreted=interpreted)  # [V, C]
-            wanted = halves(load_turned(values) - k_s * along_columns(gates.at[INTO], tile))
+            v = load_turned(values)
+            wanted = halves((carried.of_values(v) if ends else v) - k_s * along_columns(gates.at[INTO], tile))
             errors = product(
                 tile,
                 lambda sum_: add_split(sum_, wanted, turned(x_both), turned(x_both.at[:, first])),
                 interpreted=interpreted,
             )
-            wait_for_outputs(errors_used, n - 1)
-            for half, value in enumerate(halves(errors)):
-                error_tile[half] = value
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(errors_made.at[between(warpgroup, n)])
+            if not ends:
+                wait_for_outputs(errors_used, n - 1)
+                for half, value in enumerate(halves(errors)):
+                    error_tile[half] = value
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(errors_made.at[between(warpgroup, n)])
             if keep:
-                plgpu.copy_smem_to_gmem(state_tile, states_ref.at[b, hv, n, mine])
+                plgpu.copy_smem_to_gmem(state_tile, states_ref.at[b, hv, begin + n, mine])
                 for half in range(HALVES):
-                    plgpu.copy_smem_to_gmem(error_tile.at[half], errors_ref.at[b, hv, n, half, mine])
+                    plgpu.copy_smem_to_gmem(error_tile.at[half], errors_ref.at[b, hv, begin + n, half, mine])
             written = halves(errors * along_columns(gates.at[ONWARD], tile))
             left = state * along_rows(gates.at[ACROSS], state_shape)
             (state,) = accumulate((left,), lambda sum_: add_halves(sum_, written, keys), interpreted=interpreted)
             plgpu.barrier_arrive(consumed.at[slot])
             return state
 
-        state = plgpu.load(initial_ref.at[b, hv, mine], layout=WGMMA, optimized=False)
-        state = lax.fori_loop(0, chunks, one_chunk, state)
+        def through(state: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, count, one_chunk, state)
+
+        if ends:
+            state = through(carried.first_state(initial_ref.at[b, hv, 0], part, depth))
+            carried.keep_end(state, end_ref.at[b, hv, part], transition_ref.at[b, hv, part], state_tiles.at[warpgroup])
+            return
+        state = through(plgpu.load(initial_ref.at[b, hv, part, mine], layout=WGMMA, optimized=False))
         for used in (state_used, errors_used):
-            wait_for_outputs(used, jnp.int32(chunks - 1))
-        final_ref[b, hv, mine, :] = state
+            wait_for_outputs(used, jnp.asarray(count - 1, jnp.int32))
+
+        @pl.when(part == parts.count - 1)
+        def _last():
+            final_ref[b, hv, mine, :] = state
+
         if keep:
             plgpu.wait_smem_to_gmem(0)
 
@@ -350,11 +380,11 @@ def _forward(
     # Channels of zeros add nothing.
     q, k = (padded(in_chunks(x), 3, GPU_TILE) for x in (q, k))
     v = padded(in_chunks(v), 3, config.block_v)
-    state = turned_states(initial_state, config.block_v)  # [B, HV, V, K]
+    states = turned_states(initial_state, config.block_v)[:, :, None]  # [B, HV, parts, V, K]
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
     chunks, group = t // CHUNK, hv // h
-    roles = _Roles(config.warpgroups, 3 - config.warpgroups)
+    whole = Parts.of(chunks, config.parts)
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {"compiler_params": compiler_params(), "interpret": gpu_interpret_params(launch.interpret)}
     bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
@@ -374,41 +404,52 @@ def _forward(
         kernel_name="delta_rule_inverses",
         **common,
     )(k, gates)
-    out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    if keep:
-        out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
-        out_type.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
-    o, final, *kept = plgpu.kernel(
-        functools.partial(
+
+    def carry(parts: Parts, out_type: list[Any], roles: _Roles, *, ends: bool = False, keep: bool = False) -> Any:
+        body = functools.partial(
             _state_kernel,
-            chunks=chunks,
+            parts=parts,
+            ends=ends,
             keep=keep,
             group=group,
             roles=roles,
             scale=scale,
             interpreted=interpreted,
-        ),
-        out_type=out_type,
-        scratch_types=[
-            bfloat16_tile(_STAGES, CHUNK, depth),
-            bfloat16_tile(_STAGES, CHUNK, depth),
-            bfloat16_tile(_STAGES, roles.states, CHUNK, GPU_TILE),
-            bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
-            plgpu.SMEM((_STAGES, GATE_ROWS, CHUNK), jnp.float32),
-            bfloat16_tile(roles.states, GPU_TILE, depth),
-            bfloat16_tile(roles.states, HALVES, GPU_TILE, CHUNK),
-            bfloat16_tile(roles.outputs * roles.states, CHUNK, GPU_TILE),
-            plgpu.Barrier(num_arrivals=4 + roles.states, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=roles.states, num_barriers=_STAGES),
-            *(plgpu.Barrier(num_arrivals=1, num_barriers=roles.states * roles.outputs) for _ in range(4)),
-        ],
-        grid=(hv, width // config.block_v, b),
-        grid_names=("head", "values", "batch"),
-        num_threads=sum(roles),
-        thread_name="warpgroup",
-        kernel_name="delta_rule_states",
-        **common,
-    )(q, k, v, x, gates, state)
+        )
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=[
+                bfloat16_tile(_STAGES, CHUNK, depth),
+                bfloat16_tile(_STAGES, CHUNK, depth),
+                bfloat16_tile(_STAGES, roles.states, CHUNK, GPU_TILE),
+                bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
+                plgpu.SMEM((_STAGES, GATE_ROWS, CHUNK), jnp.float32),
+                bfloat16_tile(roles.states, GPU_TILE, depth),
+                bfloat16_tile(roles.states, HALVES, GPU_TILE, CHUNK),
+                bfloat16_tile(roles.outputs * roles.states, CHUNK, GPU_TILE),
+                plgpu.Barrier(num_arrivals=(3 if ends else 4) + roles.states, num_barriers=_STAGES),
+                plgpu.Barrier(num_arrivals=roles.states, num_barriers=_STAGES),
+                *(plgpu.Barrier(num_arrivals=1, num_barriers=roles.states * roles.outputs) for _ in range(4)),
+            ],
+            grid=(hv, (width + (depth if ends else 0)) // (roles.states * GPU_TILE), parts.count, b),
+            grid_names=("head", "values", "part", "batch"),
+            num_threads=sum(roles),
+            thread_name="warpgroup",
+            kernel_name="delta_rule_ends" if ends else "delta_rule_states",
+            **common,
+        )(q, k, v, x, gates, states)
+
+    if whole.count > 1:
+        to_end = whole.without_last()
+        end_types = types_of_ends(b, hv, to_end, width, depth, v)
+        ends, transitions = carry(to_end, end_types, _Roles(warpgroups_for_ends(width, depth), 1), ends=True)
+        states = starts(states, ends, transitions, launch)
+    out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
+    if keep:
+        out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
+        out_type.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
+    o, final, *kept = carry(whole, out_type, _Roles(config.warpgroups, 3 - config.warpgroups), keep=keep)
     final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]
     return o[:, :true_t, :, :true_width], final, *((x, gates, *kept) if keep else ())
 

@@ -313,6 +313,8 @@ def _gradient_kernel(
                     if gated:
                         both = load_tile(state) * load_tile(d_states.at[0, part])
                         state_products.append(jnp.sum(both, axis=1))
+                        if interpreted:  # A fence behind a plain read, as in `Accumulator.add`.
+                            plgpu.commit_smem()
                     if t > 0:
                         wait_for_products(issued, interpreted=interpreted)
                         plgpu.barrier_arrive(consumed.at[slot_of(index * tiles + t - 1, stages)])

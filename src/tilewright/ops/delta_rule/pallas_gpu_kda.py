@@ -47,6 +47,7 @@ from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
 from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig
+from tilewright.ops.delta_rule.gpu_parts import Columns, Parts, starts, types_of_ends, warpgroups_for_ends
 from tilewright.ops.delta_rule.gpu_tiles import (
     BLOCK,
     CHANNELS,
@@ -257,87 +258,107 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _state_kernel(*refs: Any, chunks: int, warpgroups: int, scale: float, interpreted: bool):
+def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: float, interpreted: bool):
+    """The state through the chunks of a part. For its `ends`: of values and of the identity, and no outputs."""
     # inputs
     q_ref, k_in_ref, k_out_ref, v_ref, x_ref, p_ref, across_ref, initial_ref = refs[:8]
+    nowhere = (refs[0],) * 2  # Of what is not used.
     # outputs
-    o_ref, final_ref, *kept_refs = refs[8:-9]
+    outputs = refs[8 : -8 if ends else -9]
+    o_ref, final_ref, *kept_refs = nowhere if ends else outputs
+    end_ref, transition_ref = outputs if ends else nowhere
     # scratch
-    q_ring, k_in_ring, k_out_ring, v_ring, x_ring, p_ring, across_ring, arrived, consumed = refs[-9:]
+    k_in_ring, k_out_ring, v_ring, x_ring, across_ring, arrived, consumed = refs[8 + len(outputs) :][:7]
+    q_ring, p_ring = nowhere if ends else refs[-2:]
+    (end_tiles,) = refs[-1:] if ends else nowhere[:1]
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
-    warpgroup = lax.axis_index("warpgroup")
-    depth = q_ring.shape[-1]
+    part, warpgroup = lax.axis_index("part"), lax.axis_index("warpgroup")
+    begin, count = parts.range_of(part)
+    depth = k_in_ring.shape[-1]
     first = pl.ds(0, CHUNK)
 
     def slot_of(n: Any) -> jax.Array:
         return lax.rem(n, jnp.int32(_STAGES))
 
-    def channels(of: Any) -> Any:
-        return pl.ds((block * warpgroups + of) * GPU_TILE, GPU_TILE)
+    def columns(of: Any) -> Columns:
+        return Columns(block * warpgroups + of, v_ref.shape[3] // GPU_TILE)
 
     def tokens(n: Any) -> Any:
-        return pl.ds(n * CHUNK, CHUNK)
+        return pl.ds((begin + n) * CHUNK, CHUNK)
 
-    @pl.when(warpgroup == warpgroups)
+    busy = columns(0).needed(part) if ends else True
+
+    @pl.when((warpgroup == warpgroups) & busy)
     def _fetch():
         plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+
+        def for_outputs(n: Any, slot: Any) -> tuple[tuple[Any, Any], ...]:
+            if ends:
+                return ()
+            return (q_ref.at[b, tokens(n), hv], q_ring.at[slot]), (p_ref.at[b, hv, tokens(n)], p_ring.at[slot])
 
         def fetch(n: Any, carry: tuple[()]) -> tuple[()]:
             slot = slot_of(n)
             pl.when(n >= _STAGES)(lambda: plgpu.barrier_wait(consumed.at[slot]))
             for source, ring in (
                 (k_in_ref.at[b, tokens(n), hv], k_in_ring.at[slot]),
-                *((v_ref.at[b, tokens(n), hv, channels(w)], v_ring.at[slot, w]) for w in range(warpgroups)),
+                *((v_ref.at[b, tokens(n), hv, columns(w).channels], v_ring.at[slot, w]) for w in range(warpgroups)),
                 (x_ref.at[b, hv, tokens(n)], x_ring.at[slot]),
-                (q_ref.at[b, tokens(n), hv], q_ring.at[slot]),
-                (p_ref.at[b, hv, tokens(n)], p_ring.at[slot]),
-                (across_ref.at[b, hv, n], across_ring.at[slot]),
+                *for_outputs(n, slot),
+                (across_ref.at[b, hv, begin + n], across_ring.at[slot]),
                 (k_out_ref.at[b, tokens(n), hv], k_out_ring.at[slot]),
             ):
                 plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
             return carry
 
-        lax.fori_loop(0, chunks, fetch, ())
+        lax.fori_loop(0, count, fetch, ())
 
-    @pl.when(warpgroup < warpgroups)
+    @pl.when((warpgroup < warpgroups) & busy)
     def _carry_the_state():
         plgpu.set_max_registers(_STATE_REGISTERS, action="increase")
-        mine = channels(warpgroup)
+        carried = columns(warpgroup)
+        mine = carried.channels
         tile_shape, state_shape = (GPU_TILE, CHUNK), (GPU_TILE, depth)  # Transposed: a row is a value channel.
 
         def one_chunk(n: Any, state: jax.Array) -> jax.Array:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
-            k_in, k_out, queries = k_in_ring.at[slot], k_out_ring.at[slot], q_ring.at[slot]
-            x_both, p_both, values = x_ring.at[slot], p_ring.at[slot], v_ring.at[slot, warpgroup]
+            k_in, k_out = k_in_ring.at[slot], k_out_ring.at[slot]
+            x_both, values = x_ring.at[slot], v_ring.at[slot, warpgroup]
             before = halves(state)  # [V, K]
             if kept_refs:
                 # From registers: the rings leave no room for a tile.
-                kept_refs[0][b, hv, n, mine, :] = before[0]
+                kept_refs[0][b, hv, begin + n, mine, :] = before[0]
 
-            def ask(of_k: Accumulator, of_q: Accumulator) -> tuple[jax.Array, jax.Array]:
+            def ask(of_k: Accumulator, *of_q: Accumulator) -> tuple[jax.Array, jax.Array]:
                 """v less what the state has of it, split, while the queries' products are in flight."""
                 add_halves(of_k, before, turned(k_in))
-                add_halves(of_q, before, turned(queries))
-                return halves(load_turned(values) - of_k.read(in_flight=2))
+                for sum_ in of_q:
+                    add_halves(sum_, before, turned(q_ring.at[slot]))
+                v = load_turned(values)
+                return halves((carried.of_values(v) if ends else v) - of_k.read(in_flight=2 * len(of_q)))
 
-            _, q_s, *wanted = products((tile_shape, tile_shape), ask, interpreted=interpreted)  # [V, C]
+            _, *q_s, wanted, rest = products(
+                (tile_shape,) * (1 if ends else 2), ask, interpreted=interpreted
+            )  # [V, C] each
 
             def add_x(sum_: Accumulator) -> None:
-                add_split(sum_, (wanted[0], wanted[1]), turned(x_both), turned(x_both.at[:, first]))
+                add_split(sum_, (wanted, rest), turned(x_both), turned(x_both.at[:, first]))
 
             errors = halves(product(tile_shape, add_x, interpreted=interpreted))
             if kept_refs:
                 for half in range(HALVES):
-                    kept_refs[1][b, hv, n, half, mine, :] = errors[half]
+                    kept_refs[1][b, hv, begin + n, half, mine, :] = errors[half]
 
             def add_p(sum_: Accumulator) -> None:
+                p_both = p_ring.at[slot]
                 add_split(sum_, errors, turned(p_both), turned(p_both.at[:, first]))
 
-            (o,) = accumulate((q_s,), add_p, interpreted=interpreted)
-            # v's tile has been read: o goes out through it.
-            turned(values)[...] = (o * scale).astype(jnp.bfloat16)
+            if q_s:
+                (o,) = accumulate((q_s[0],), add_p, interpreted=interpreted)
+                # v's tile has been read: o goes out through it.
+                turned(values)[...] = (o * scale).astype(jnp.bfloat16)
 
             def add_k(sum_: Accumulator) -> None:
                 sum_.add(errors[0], k_out.at[:, pl.ds(0, depth)])
@@ -346,16 +367,26 @@ def _state_kernel(*refs: Any, chunks: int, warpgroups: int, scale: float, interp
 
             kept = state * along_columns(across_ring.at[slot], state_shape)
             (state,) = accumulate((kept,), add_k, interpreted=interpreted)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if not ends:
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(values, o_ref.at[b, tokens(n), hv, mine])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(consumed.at[slot])
             return state
 
-        state = plgpu.load(initial_ref.at[b, hv, mine], layout=WGMMA, optimized=False)
-        state = lax.fori_loop(0, chunks, one_chunk, state)
+        def through(state: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, count, one_chunk, state)
+
+        if ends:
+            state = through(carried.first_state(initial_ref.at[b, hv, 0], part, depth))
+            carried.keep_end(state, end_ref.at[b, hv, part], transition_ref.at[b, hv, part], end_tiles.at[warpgroup])
+            return
+        state = through(plgpu.load(initial_ref.at[b, hv, part, mine], layout=WGMMA, optimized=False))
         plgpu.wait_smem_to_gmem(0)
-        final_ref[b, hv, mine, :] = state
+
+        @pl.when(part == parts.count - 1)
+        def _last():
+            final_ref[b, hv, mine, :] = state
 
 
 def _forward(
@@ -378,10 +409,11 @@ def _forward(
     # Channels of zeros add nothing.
     q, k = (padded(in_chunks(x), 3, GPU_TILE) for x in (q, k))
     v = padded(in_chunks(v), 3, config.block_v)
-    state = turned_states(initial_state, config.block_v)  # [B, HV, V, K]
+    states = turned_states(initial_state, config.block_v)[:, :, None]  # [B, HV, parts, V, K]
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
-    chunks, group, warpgroups = t // CHUNK, hv // h, config.warpgroups
+    chunks, group = t // CHUNK, hv // h
+    whole = Parts.of(chunks, config.parts)
     beta = per_chunk(in_chunks(beta))
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {
@@ -419,36 +451,42 @@ def _forward(
         kernel_name="kda_scores",
         **common,
     )(q, k, g, beta)
+
+    def carry(parts: Parts, out_type: list[Any], *, warpgroups: int, ends: bool = False) -> Any:
+        body = functools.partial(
+            _state_kernel, parts=parts, ends=ends, warpgroups=warpgroups, scale=scale, interpreted=interpreted
+        )
+        for_outputs = (bfloat16_tile(_STAGES, CHUNK, depth), bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK))
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=[
+                bfloat16_tile(_STAGES, CHUNK, depth),
+                bfloat16_tile(_STAGES, CHUNK, 2 * depth),
+                bfloat16_tile(_STAGES, warpgroups, CHUNK, GPU_TILE),
+                bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
+                plgpu.SMEM((_STAGES, depth), jnp.float32),
+                plgpu.Barrier(num_arrivals=(4 if ends else 6) + warpgroups, num_barriers=_STAGES),
+                plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
+                *((bfloat16_tile(warpgroups, GPU_TILE, depth),) if ends else for_outputs),
+            ],
+            grid=(hv, (width + (depth if ends else 0)) // (warpgroups * GPU_TILE), parts.count, b),
+            grid_names=("head", "values", "part", "batch"),
+            num_threads=1 + warpgroups,
+            kernel_name="kda_ends" if ends else "kda_states",
+            **common,
+        )(q_into, k_into, k_onward, v, x, p, across, states)
+
+    if whole.count > 1:
+        to_end = whole.without_last()
+        end_types = types_of_ends(b, hv, to_end, width, depth, v)
+        ends, transitions = carry(to_end, end_types, warpgroups=warpgroups_for_ends(width, depth), ends=True)
+        states = starts(states, ends, transitions, launch)
     out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
     if keep:
         out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
         out_type.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
-    o, final, *kept = plgpu.kernel(
-        functools.partial(
-            _state_kernel,
-            chunks=chunks,
-            warpgroups=warpgroups,
-            scale=scale,
-            interpreted=interpreted,
-        ),
-        out_type=out_type,
-        scratch_types=[
-            bfloat16_tile(_STAGES, CHUNK, depth),
-            bfloat16_tile(_STAGES, CHUNK, depth),
-            bfloat16_tile(_STAGES, CHUNK, 2 * depth),
-            bfloat16_tile(_STAGES, warpgroups, CHUNK, GPU_TILE),
-            bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
-            bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
-            plgpu.SMEM((_STAGES, depth), jnp.float32),
-            plgpu.Barrier(num_arrivals=6 + warpgroups, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
-        ],
-        grid=(hv, width // config.block_v, b),
-        grid_names=("head", "values", "batch"),
-        num_threads=1 + warpgroups,
-        kernel_name="kda_states",
-        **common,
-    )(q_into, k_into, k_onward, v, x, p, across, state)
+    o, final, *kept = carry(whole, out_type, warpgroups=config.warpgroups)
     final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]
     kept = (x, p, q_into, k_into, k_onward, across, *kept) if keep else ()
     return o[:, :true_t, :, :true_width], final, *kept

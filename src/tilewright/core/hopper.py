@@ -175,3 +175,12 @@ def loop_with_sums(
         return tuple(ref[...] for ref in refs)
 
     return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Store to global memory in pieces of less than a line, which jax 0.12 takes for a mistake unless told."""
+    unoptimized = getattr(plgpu, "store", None)
+    if unoptimized is None:
+        ref[...] = value
+    else:
+        unoptimized(ref, value, optimized=False)

@@ -8,6 +8,7 @@ import pytest
 import tilewright
 from tests.ops.contract import able_to_run
 from tilewright import gated_delta_rule
+from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import judge
 from tilewright.ops.delta_rule.config import PallasGpuConfig
 
@@ -112,3 +113,30 @@ def test_it_lowers_for_a_gpu_that_is_not_there(heads, block_v):
         lowered = jax.jit(lambda given: gated_delta_rule(**given)).trace(arrays).lower(lowering_platforms=("cuda",))
     assert (decision.implementation, decision.launch.config.block_v) == ("pallas_gpu", block_v)
     assert lowered.as_text().count("mosaic_gpu") >= 2
+
+
+@pytest.mark.parametrize(("op", "kernels"), [("delta_rule", 4), ("gated_delta_rule", 4), ("kda", 5)])
+def test_its_gradient_lowers_for_a_gpu_that_is_not_there(op, kernels):
+    """Of inputs of every kind: a state, segments, grouped heads, sizes that are not whole tiles."""
+    b, t, h, hv, k, v = 2, 300, 2, 4, 48, 80
+    shapes = {
+        "q": (b, t, h, k),
+        "k": (b, t, h, k),
+        "v": (b, t, hv, v),
+        "beta": (b, t, hv),
+        "initial_state": (b, hv, k, v),
+    }
+    shapes |= {"delta_rule": {}, "gated_delta_rule": {"g": (b, t, hv)}, "kda": {"g": (b, t, hv, k)}}[op]
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16 if name in ("q", "k", "v") else jnp.float32)
+        for name, shape in shapes.items()
+    }
+    segments = jax.ShapeDtypeStruct((b, t), jnp.int32)
+
+    def loss(given, segment_ids):
+        o, state = find_op(op).function(**given, segment_ids=segment_ids, implementation="pallas_gpu")
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    with tilewright.target("h200"):
+        lowered = jax.jit(jax.grad(loss)).trace(arrays, segments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == kernels

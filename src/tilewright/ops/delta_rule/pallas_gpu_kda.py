@@ -42,7 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, tile
+from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, store, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
@@ -329,7 +329,7 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
             before = halves(state)  # [V, K]
             if kept_refs:
                 # From registers: the rings leave no room for a tile.
-                kept_refs[0][b, hv, begin + n, mine, :] = before[0]
+                store(kept_refs[0].at[b, hv, begin + n, mine], before[0])
 
             def ask(of_k: Accumulator, *of_q: Accumulator) -> tuple[jax.Array, jax.Array]:
                 """v less what the state has of it, split, while the queries' products are in flight."""
@@ -349,7 +349,7 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
             errors = halves(product(tile_shape, add_x, interpreted=interpreted))
             if kept_refs:
                 for half in range(HALVES):
-                    kept_refs[1][b, hv, begin + n, half, mine, :] = errors[half]
+                    store(kept_refs[1].at[b, hv, begin + n, half, mine], errors[half])
 
             def add_p(sum_: Accumulator) -> None:
                 p_both = p_ring.at[slot]

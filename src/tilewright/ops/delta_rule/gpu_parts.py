@@ -149,10 +149,13 @@ def _starts_kernel(*refs: Any, parts: int, interpreted: bool):
     state = read(ends_ref.at[b, hv, 0])
     starts_ref[b, hv, 1, mine, :] = state
 
-    def one_part(part: Any, state: jax.Array) -> jax.Array:
+    def one_part(part: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        state, end = carry
         slot = lax.rem(part, jnp.int32(_STAGES))
         transition = ring.at[slot]
-        split, end = halves(state), read(ends_ref.at[b, hv, part])
+        split = halves(state)
+        # On its way while the products of this part are made.
+        next_end = read(ends_ref.at[b, hv, jnp.minimum(part + 1, parts - 1)])
         plgpu.barrier_wait(arrived.at[slot])
 
         def add(sum_: Accumulator) -> None:
@@ -164,9 +167,9 @@ def _starts_kernel(*refs: Any, parts: int, interpreted: bool):
         starts_ref[b, hv, part + 1, mine, :] = state
         plgpu.commit_smem()  # Other warps may still be multiplying: only behind them is the slot written again.
         pl.when(part + _STAGES < parts)(lambda: fetch(part + _STAGES))
-        return state
+        return state, next_end
 
-    lax.fori_loop(1, parts, one_part, state)
+    lax.fori_loop(1, parts, one_part, (state, read(ends_ref.at[b, hv, min(1, parts - 1)])))
 
 
 def starts(initial: jax.Array, ends: jax.Array, transitions: jax.Array, launch: Launch) -> jax.Array:

@@ -267,6 +267,63 @@ def test_logits_of_ten_thousand_stay_finite(implementation: str, dtype: str) -> 
         assert np.all(np.isfinite(np.asarray(values, np.float32)))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_keys_far_from_every_query_are_no_error(implementation: str) -> None:
+    """A part of a long sequence's keys, out of reach of the window: zeros, as for any query without keys."""
+    q, k, v = draw(t=8, s=8)
+    far = {"window": (3, 0), "return_logsumexp": True, "implementation": implementation}
+    for mask in (None, masks.Causal()):
+        out, logsumexp = flash_attention(q, k, v, mask=mask, q_offset=100, **far)
+        assert not np.any(out)
+        assert np.all(logsumexp == -np.inf)
+    assert not np.any(flash_attention(q, k[:, :0], v[:, :0], window=(3, 0), mask=masks.Causal()))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_distances_beyond_int32_are_without_end(implementation: str) -> None:
+    q, k, v = draw(t=8, s=8)
+
+    def run(**options):
+        return flash_attention(q, k, v, **options, implementation=implementation)
+
+    np.testing.assert_array_equal(run(window=(2**40, 0)), run(causal=True))
+    np.testing.assert_array_equal(run(mask=masks.Causal(2**31 - 3)), run())
+    np.testing.assert_array_equal(run(causal=True, q_offset=2**30), run())
+    assert not np.any(run(causal=True, q_offset=-(2**30)))
+
+
+@every_implementation
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_mask_array_of_the_keys_or_of_the_queries_alone(implementation: str, segments: bool) -> None:
+    """[B, 1, 1, S] and [B, 1, T, 1], as people give padding."""
+    q, k, v = draw(b=2, t=12, s=15)
+    options = (
+        {"segment_ids": (jnp.arange(24).reshape(2, 12) // 5, jnp.arange(30).reshape(2, 15) // 5)} if segments else {}
+    )
+    options |= {"return_logsumexp": True}
+    keys = jnp.arange(15)[None, :] < jnp.array([[9], [0]])
+    queries = jnp.arange(12)[None, :] < jnp.array([[12], [5]])
+    for narrow in (
+        keys[:, None, None, :],
+        queries[:, None, :, None],
+        keys[:, None, None, :] & queries[:, None, :, None],
+    ):
+        whole = jnp.broadcast_to(narrow, (2, 4, 12, 15))
+        with able_to_run(implementation):
+            got = jax.jit(lambda mask: flash_attention(q, k, v, mask=mask, **options, implementation=implementation))(
+                narrow
+            )
+        assert_alike(got, flash_attention(q, k, v, mask=whole, **options, implementation="reference"))
+
+
+def test_a_mask_of_the_keys_alone_is_taken_by_every_kernel() -> None:
+    """It is segments there: nothing of T x S is made, and the Hopper kernel takes it too."""
+    struct, mask = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16"), jax.ShapeDtypeStruct((2, 1, 1, 64), "bool")
+    with tilewright.target("h200"):
+        told = tilewright.explain(lambda q, mask: flash_attention(q, q, q, mask=mask), struct, mask)
+    assert told.decisions[0].implementation == "pallas_gpu"
+
+
 def test_unbatched_and_empty_inputs() -> None:
     q, k, v = draw()
     np.testing.assert_allclose(
@@ -417,6 +474,19 @@ LONG = jax.ShapeDtypeStruct((1, 131_072, 4, 16), "float32")
             {"window": (2, 0), "mask": masks.Causal(-5000), "q_offset": 4096},
             r"window=\(2, 0\) together with mask=Causal\(offset=-5000\) leaves no query anything .*contradict",
         ),
+        (
+            {"window": (2, 0), "mask": masks.Causal(-5)},
+            r"window=\(2, 0\) together with mask=Causal\(offset=-5\) leaves no query anything .*contradict",
+        ),
+        (
+            {"window": (0, 0), "mask": ~np.eye(40, dtype=bool)},
+            r"window=\(0, 0\) together with mask=Dense\(\[40, 40\]\) leaves no query anything .*contradict",
+        ),
+        (
+            {"window": (1, 0), "mask": masks.PerHead((masks.Prefix(2),) * 4), "q_offset": 10},
+            r"window=\(1, 0\) together with mask=PerHead.* leaves no query anything .*mend q_offset=10",
+        ),
+        ({"causal": "no"}, r"causal='no' is not True or False; .*pass a bool, or give what changes as a mask array"),
         ({"segment_ids": jnp.zeros((1, 40))}, r"segment_ids has dtype float32; they must be integers"),
         ({"segment_ids": jnp.zeros((1, 39), jnp.int32)}, r"segment_ids of q is int32\[1, 39\]; it must be \[1, 40\]"),
         ({"bias": jnp.zeros((40, 40), jnp.int32)}, r"bias is int32\[40, 40\]; it must be floating"),
@@ -426,6 +496,9 @@ LONG = jax.ShapeDtypeStruct((1, 131_072, 4, 16), "float32")
         ),
         ({"sinks": jnp.zeros((2,))}, r"sinks is float32\[2\]; it must be floating \[H\] = \[4\]"),
         ({"soft_cap": -1.0}, r"soft_cap=-1.0 must be positive and finite; use None for no cap"),
+        ({"scale": float("nan")}, r"scale=nan must be finite; use None for D \*\* -0.5"),
+        ({"q_offset": 2**31 - 1}, r"q_offset=2147483647 must be within 1073741824 \(positions are int32\)"),
+        ({"segment_ids": jnp.zeros((40,), jnp.int32)}, r"segment_ids of q is int32\[40\]; .*: pass one array \[B, T\]"),
         ({"scale": jnp.ones(())}, r"scale=.* is not a Python number; .*or multiply q by it"),
         ({"q_offset": jnp.ones((), jnp.int32)}, r"q_offset=.* is not a Python integer; .*use decode_attention"),
     ],

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from tilewright.core.dispatch import Launch
 from tilewright.core.numerics import accumulator
-from tilewright.ops.attention.masks import Mask
+from tilewright.ops.attention.mask_algebra import Mask
 
 
 @dataclass(frozen=True)

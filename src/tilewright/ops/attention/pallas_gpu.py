@@ -57,7 +57,7 @@ from tilewright.ops.attention.gpu_tiles import (
     scaled_logits,
 )
 from tilewright.ops.attention.gradient import Operands, Settings, with_gradient
-from tilewright.ops.attention.masks import Mask
+from tilewright.ops.attention.mask_algebra import Mask
 from tilewright.ops.attention.pallas_gpu_bwd import backward
 
 Config = PallasGpuConfig

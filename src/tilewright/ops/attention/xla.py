@@ -29,7 +29,7 @@ from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator
 from tilewright.ops.attention.config import XlaConfig
 from tilewright.ops.attention.gradient import Gradients, Operands, Rows, Settings, with_gradient
-from tilewright.ops.attention.masks import EMPTY, FULL, Grid, Mask
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, Grid, Mask
 from tilewright.ops.attention.plan import BlockTable, block_table
 from tilewright.ops.attention.reference import MASKED_BELOW
 

@@ -22,7 +22,7 @@ from tilewright import aot, flash_attention
 from tilewright.core.chip import Chip
 from tilewright.ops.attention import masks
 from tilewright.ops.attention.config import PallasTpuConfig
-from tilewright.ops.attention.masks import FULL, PARTIAL, Grid
+from tilewright.ops.attention.mask_algebra import FULL, PARTIAL, Grid
 from tilewright.ops.attention.pallas_tpu import default_config
 from tilewright.ops.attention.plan import block_table
 

@@ -117,6 +117,10 @@ LENGTHS = jnp.array([40, 17, 2])
         ({"v": jnp.zeros((3, 41, 2, 16))}, r"v is float32\[3, 41, 2, 16\] and k .*only their last axes may differ"),
         ({"lengths": jnp.zeros((3,))}, r"lengths is float32\[3\]; it must be integers \[B\] = \[3\]"),
         ({"window": -1}, r"window=-1 must be a number of tokens, 0 or more; use None for all"),
+        ({"window": float("inf")}, r"window=inf must be a number of tokens, 0 or more; use None for all"),
+        ({"q": 1.0}, r"q is float32\[\]; it must be \[B, T, H, D\] or \[B, H, D\]"),
+        ({"k": jnp.zeros((3, 0, 2, 16))}, r"k is float32\[3, 0, 2, 16\]; .* with no axis of 0"),
+        ({"scale": float("inf")}, r"scale=inf must be finite; use None for D \*\* -0.5"),
         ({"scale": jnp.ones(())}, r"scale=.* is not a Python number"),
         ({"soft_cap": 0.0}, r"soft_cap=0.0 must be positive and finite"),
         ({"sinks": jnp.zeros((2,))}, r"sinks is float32\[2\]; it must be floating \[H\] = \[4\]"),
@@ -137,6 +141,17 @@ def test_bad_pages_are_named_with_their_remedy() -> None:
         ValueError, match=r"page_table is int32\[2, 2\] and q has B=3; it must be integers \[B, pages\]"
     ):
         paged_attention(q, pages, pages, jnp.zeros((2, 2), jnp.int32), LENGTHS)
+
+
+def test_lengths_of_few_bits_and_a_table_without_pages() -> None:
+    q, _, _ = draw()
+    k = jnp.zeros((3, 300, 2, 16))
+    np.testing.assert_array_equal(
+        decode_attention(q, k, k, LENGTHS.astype(jnp.int8)), decode_attention(q, k, k, LENGTHS)
+    )
+    pages = jnp.zeros((6, 16, 2, 16))
+    with pytest.raises(ValueError, match=r"page_table is int32\[3, 0\]; it must have a page or more"):
+        paged_attention(q, pages, pages, jnp.zeros((3, 0), jnp.int32), LENGTHS)
 
 
 def test_what_the_kernel_cannot_take_is_refused_with_a_way_out() -> None:

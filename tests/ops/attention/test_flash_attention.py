@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
+from tests.ops.attention.drawing import draw, gradients
 from tests.ops.contract import OpContract, able_to_run
 from tilewright import flash_attention, masks
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
 from tilewright.ops.attention import pallas_tpu
 from tilewright.ops.attention.cases import _case
-from tilewright.ops.attention.config import PallasGpuConfig, PallasTpuConfig, XlaConfig
+from tilewright.ops.attention.config import PallasTpuConfig, XlaConfig
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import CaseCheck
 
@@ -40,27 +41,8 @@ class TestContract(OpContract):
 
     def test_vmap(self, implementation: str) -> None:
         if implementation == "pallas_gpu":
-            pytest.skip("test_vmap_of_the_gpu_kernel is its own")
+            pytest.skip("test_vmap_of_the_gpu_kernel, on a larger draw, is its own")
         super().test_vmap(implementation)
-
-
-def draw(b=1, t=40, s=40, h=4, kv=2, d=16, dv=None, dtype="float32", seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    shapes = ((b, t, h, d), (b, s, kv, d), (b, s, kv, dv or d))
-    return tuple(jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
-
-
-def gradients(function, *arrays):
-    """The outputs, and the gradients of a sum that weighs every output."""
-
-    def total(*arrays):
-        out, logsumexp = function(*arrays)
-        weights = jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
-        finite = jnp.where(jnp.isfinite(logsumexp), logsumexp, 0.0)
-        return jnp.sum(out * weights).astype(finite.dtype) + jnp.sum(jnp.sin(finite)), (out, logsumexp)
-
-    (_, outputs), grads = jax.jit(jax.value_and_grad(total, tuple(range(len(arrays))), has_aux=True))(*arrays)
-    return (*outputs, *grads)
 
 
 def assert_alike(got, expected, tolerance=2e-5):
@@ -285,6 +267,63 @@ def test_logits_of_ten_thousand_stay_finite(implementation: str, dtype: str) -> 
         assert np.all(np.isfinite(np.asarray(values, np.float32)))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_keys_far_from_every_query_are_no_error(implementation: str) -> None:
+    """A part of a long sequence's keys, out of reach of the window: zeros, as for any query without keys."""
+    q, k, v = draw(t=8, s=8)
+    far = {"window": (3, 0), "return_logsumexp": True, "implementation": implementation}
+    for mask in (None, masks.Causal()):
+        out, logsumexp = flash_attention(q, k, v, mask=mask, q_offset=100, **far)
+        assert not np.any(out)
+        assert np.all(logsumexp == -np.inf)
+    assert not np.any(flash_attention(q, k[:, :0], v[:, :0], window=(3, 0), mask=masks.Causal()))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_distances_beyond_int32_are_without_end(implementation: str) -> None:
+    q, k, v = draw(t=8, s=8)
+
+    def run(**options):
+        return flash_attention(q, k, v, **options, implementation=implementation)
+
+    np.testing.assert_array_equal(run(window=(2**40, 0)), run(causal=True))
+    np.testing.assert_array_equal(run(mask=masks.Causal(2**31 - 3)), run())
+    np.testing.assert_array_equal(run(causal=True, q_offset=2**30), run())
+    assert not np.any(run(causal=True, q_offset=-(2**30)))
+
+
+@every_implementation
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_mask_array_of_the_keys_or_of_the_queries_alone(implementation: str, segments: bool) -> None:
+    """[B, 1, 1, S] and [B, 1, T, 1], as people give padding."""
+    q, k, v = draw(b=2, t=12, s=15)
+    options = (
+        {"segment_ids": (jnp.arange(24).reshape(2, 12) // 5, jnp.arange(30).reshape(2, 15) // 5)} if segments else {}
+    )
+    options |= {"return_logsumexp": True}
+    keys = jnp.arange(15)[None, :] < jnp.array([[9], [0]])
+    queries = jnp.arange(12)[None, :] < jnp.array([[12], [5]])
+    for narrow in (
+        keys[:, None, None, :],
+        queries[:, None, :, None],
+        keys[:, None, None, :] & queries[:, None, :, None],
+    ):
+        whole = jnp.broadcast_to(narrow, (2, 4, 12, 15))
+        with able_to_run(implementation):
+            got = jax.jit(lambda mask: flash_attention(q, k, v, mask=mask, **options, implementation=implementation))(
+                narrow
+            )
+        assert_alike(got, flash_attention(q, k, v, mask=whole, **options, implementation="reference"))
+
+
+def test_a_mask_of_the_keys_alone_is_taken_by_every_kernel() -> None:
+    """It is segments there: nothing of T x S is made, and the Hopper kernel takes it too."""
+    struct, mask = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16"), jax.ShapeDtypeStruct((2, 1, 1, 64), "bool")
+    with tilewright.target("h200"):
+        told = tilewright.explain(lambda q, mask: flash_attention(q, q, q, mask=mask), struct, mask)
+    assert told.decisions[0].implementation == "pallas_gpu"
+
+
 def test_unbatched_and_empty_inputs() -> None:
     q, k, v = draw()
     np.testing.assert_allclose(
@@ -435,6 +474,19 @@ LONG = jax.ShapeDtypeStruct((1, 131_072, 4, 16), "float32")
             {"window": (2, 0), "mask": masks.Causal(-5000), "q_offset": 4096},
             r"window=\(2, 0\) together with mask=Causal\(offset=-5000\) leaves no query anything .*contradict",
         ),
+        (
+            {"window": (2, 0), "mask": masks.Causal(-5)},
+            r"window=\(2, 0\) together with mask=Causal\(offset=-5\) leaves no query anything .*contradict",
+        ),
+        (
+            {"window": (0, 0), "mask": ~np.eye(40, dtype=bool)},
+            r"window=\(0, 0\) together with mask=Dense\(\[40, 40\]\) leaves no query anything .*contradict",
+        ),
+        (
+            {"window": (1, 0), "mask": masks.PerHead((masks.Prefix(2),) * 4), "q_offset": 10},
+            r"window=\(1, 0\) together with mask=PerHead.* leaves no query anything .*mend q_offset=10",
+        ),
+        ({"causal": "no"}, r"causal='no' is not True or False; .*pass a bool, or give what changes as a mask array"),
         ({"segment_ids": jnp.zeros((1, 40))}, r"segment_ids has dtype float32; they must be integers"),
         ({"segment_ids": jnp.zeros((1, 39), jnp.int32)}, r"segment_ids of q is int32\[1, 39\]; it must be \[1, 40\]"),
         ({"bias": jnp.zeros((40, 40), jnp.int32)}, r"bias is int32\[40, 40\]; it must be floating"),
@@ -444,6 +496,9 @@ LONG = jax.ShapeDtypeStruct((1, 131_072, 4, 16), "float32")
         ),
         ({"sinks": jnp.zeros((2,))}, r"sinks is float32\[2\]; it must be floating \[H\] = \[4\]"),
         ({"soft_cap": -1.0}, r"soft_cap=-1.0 must be positive and finite; use None for no cap"),
+        ({"scale": float("nan")}, r"scale=nan must be finite; use None for D \*\* -0.5"),
+        ({"q_offset": 2**31 - 1}, r"q_offset=2147483647 must be within 1073741824 \(positions are int32\)"),
+        ({"segment_ids": jnp.zeros((40,), jnp.int32)}, r"segment_ids of q is int32\[40\]; .*: pass one array \[B, T\]"),
         ({"scale": jnp.ones(())}, r"scale=.* is not a Python number; .*or multiply q by it"),
         ({"q_offset": jnp.ones((), jnp.int32)}, r"q_offset=.* is not a Python integer; .*use decode_attention"),
     ],
@@ -490,133 +545,3 @@ def test_what_does_not_fit_is_refused_before_the_compiler() -> None:
         match=r"its work list of 1 x 524,800 steps needs 4,100 KiB of scalar memory.*larger block_q",
     ):
         run(PallasTpuConfig(128, 128, 128, 128, 1024, 1024, 256, 512, 8192))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        _case("d64_gqa8", 1, 150, 150, (8, 1), 64, mask=masks.SlidingWindow(9, 4)),
-        _case("mla", 1, 130, 150, (2, 2), 192, 128, mask=masks.BlockSparse(np.eye(3, 3, dtype=bool), (50, 50))),
-        _case("d256_prefix", 1, 50, 50, (4, 1), 256, mask=masks.Causal() | masks.Prefix(9), soft_cap=9.0),
-        _case("not_a_prefix", 1, 140, 300, (2, 1), 128, mask=~masks.Prefix(130) & masks.Causal(200)),
-        # A block of queries, and a block of keys, that have no work.
-        _case(
-            "empty",
-            1,
-            256,
-            256,
-            (1, 1),
-            32,
-            mask=masks.BlockSparse(np.array([[False, True], [False, False]]), (128, 128)),
-        ),
-        # Four blocks of keys add to dq, and the rings go round.
-        _case("long", 2, 400, 400, (2, 1), 128, causal=True, segments=3),
-    ],
-    ids=lambda case: case.name,
-)
-def test_the_gpu_kernels_meet_the_oracle_on_more_shapes(case) -> None:
-    held = CaseCheck(find_op("flash_attention"), case, "bfloat16")
-    with able_to_run("pallas_gpu"):
-        results = held.check("pallas_gpu")
-    for result in results:
-        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
-
-
-@pytest.mark.slow
-def test_vmap_of_the_gpu_kernel() -> None:
-    q, k, v = draw(b=2, t=70, s=70, d=64, dtype="bfloat16")
-
-    def run(q, k, v):
-        return flash_attention(q, k, v, causal=True, return_logsumexp=True, implementation="pallas_gpu")
-
-    with able_to_run("pallas_gpu"):
-        got = jax.jit(jax.vmap(lambda *a: gradients(run, *a)))(q[:, None], k[:, None], v[:, None])
-        for n in range(2):
-            one = gradients(run, q[n : n + 1], k[n : n + 1], v[n : n + 1])
-            # XLA may sum what is around the kernels in another order.
-            for together, alone in zip(got, one, strict=True):
-                np.testing.assert_allclose(
-                    np.asarray(together[n], np.float32), np.asarray(alone, np.float32), rtol=0.01, atol=1e-3
-                )
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-9])
-def test_the_gpu_kernel_masks_whatever_the_scale(scale: float) -> None:
-    """Masks are applied before the scale, which must not bring what is masked back."""
-    q, k, v = draw(t=12, s=12, d=64, dtype="bfloat16")
-    run = {"mask": masks.Causal(-5), "scale": scale, "return_logsumexp": True}
-    with able_to_run("pallas_gpu"):
-        out, logsumexp = jax.jit(lambda *a: flash_attention(*a, **run, implementation="pallas_gpu"))(q, k, v)
-    expected, expected_logsumexp = flash_attention(q, k, v, **run, implementation="reference")
-    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.02)
-    np.testing.assert_allclose(logsumexp, expected_logsumexp, atol=1e-5)
-
-
-def test_the_gpu_kernels_lower_without_a_gpu() -> None:
-    """Forward and backward are a kernel each; wider heads have the plain backward."""
-
-    def kernels(d: int) -> int:
-        struct = jax.ShapeDtypeStruct((1, 300, 4, d), "bfloat16")
-
-        def loss(q, k, v):
-            return jnp.sum(flash_attention(q, k, v, causal=True).astype(jnp.float32))
-
-        with tilewright.target("h200"):
-            traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(struct, struct, struct)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        return text.count("stablehlo.custom_call @mosaic_gpu")
-
-    assert kernels(80) == 2
-    assert kernels(192) == 1
-
-
-@pytest.mark.parametrize(
-    ("chip", "change", "message"),
-    [
-        ("a100", {}, r"made for Hopper GPUs \(compute capability 9.0: H100, H200\), and this is a a100 with 8.0; use"),
-        ("h200", {"dtype": "float32"}, r"q is float32, and it multiplies bfloat16 only .*implementation='xla'"),
-        ("h200", {"bias": (40, 40)}, r"bias is not among what it takes; .*implementation='xla'"),
-        ("h200", {"mask": masks.PerHead((masks.Causal(),) * 4)}, r"differs from head to head; use one mask"),
-        ("h200", {"d": 300}, r"D=300 and Dv=300 must be 256 at most .*implementation='xla'"),
-        (
-            "h200",
-            {"config": PallasGpuConfig(256, 4, 2)},
-            r"its forward kernel needs about \d+ KiB of shared memory for D=16",
-        ),
-    ],
-)
-def test_what_the_gpu_kernel_does_not_take_is_refused_with_the_way_out(chip: str, change: dict, message: str) -> None:
-    change = dict(change)
-    struct = jax.ShapeDtypeStruct((1, 40, 4, change.pop("d", 16)), change.pop("dtype", "bfloat16"))
-    bias = change.pop("bias", None)
-    arrays = {} if bias is None else {"bias": jax.ShapeDtypeStruct(bias, "float32")}
-
-    def run(q, arrays, implementation):
-        return flash_attention(q, q, q, **arrays, **change, implementation=implementation)
-
-    with tilewright.target(chip):
-        with pytest.raises(tilewright.Unsupported, match=message):
-            jax.eval_shape(lambda q, arrays: run(q, arrays, "pallas_gpu"), struct, arrays)
-        if "config" not in change:
-            told = tilewright.explain(lambda q, arrays: run(q, arrays, None), struct, arrays)
-            assert told.decisions[0].implementation == "xla"
-
-
-def test_a_gpu_config_that_breaks_a_rule_is_refused_when_built() -> None:
-    with pytest.raises(ValueError, match=r"block_k=96 must be a multiple of 64, 256 at most .*; use 128, or"):
-        PallasGpuConfig(96, 2, 2)
-    with pytest.raises(ValueError, match=r"stages=1 must be 2 or more: .*; use 2"):
-        PallasGpuConfig(128, 1, 2)
-
-
-@pytest.mark.parametrize("d", [8, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize("dv", [64, 128, 256])
-def test_the_gpu_heuristic_fits(d: int, dv: int) -> None:
-    misfit = PallasGpuConfig.for_shape(d, dv).misfit(Chip.named("h200"), d, dv)
-    if (d, dv) == (192, 256):
-        # Its output needs room beside its queries; by 256 bytes it has none.
-        assert misfit is not None
-        assert "implementation='xla'" in misfit
-    else:
-        assert misfit is None

@@ -2,7 +2,9 @@
 
 import time
 import tracemalloc
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright import masks
-from tilewright.ops.attention.masks import EMPTY, FULL, PARTIAL, Causal, Grid, Mask, SlidingWindow
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Grid, Mask
+from tilewright.ops.attention.masks import Causal, SlidingWindow
 from tilewright.ops.attention.plan import CONTENT_SHIFT, FIRST, KIND_SHIFT, LAST, block_table, work_list
 
 T, S = 45, 61
@@ -169,3 +172,66 @@ def test_a_mask_is_drawn(tmp_path) -> None:
 def test_a_mask_that_makes_no_sense_is_refused(build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_function_of_jax_numpy_and_large_products_of_positions() -> None:
+    """Under jit, where jax.numpy would trace; and past int32, which blocks of positions were once of."""
+    mask = masks.MaskFn(lambda q, k: jnp.abs(q - k) < 3)
+    found = jax.jit(lambda: jnp.asarray(mask.dense(6, 6)[0]))()
+    np.testing.assert_array_equal(found, masks.SlidingWindow(2, 2).dense(6, 6)[0])
+    large = masks.MaskFn(lambda q, k: (q * 60_000) * (k + 1) >= 0)
+    table = block_table(large, Grid(70_000, 4, 35_000, 4))
+    assert np.all(table.kinds == FULL)
+
+
+def unchecked(kind: type[Mask], **fields: Any) -> None:
+    """A mask's own check, without that of types which tests run under."""
+    mask = object.__new__(kind)
+    for name, value in fields.items():
+        object.__setattr__(mask, name, value)
+    mask.__post_init__()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: unchecked(masks.Causal, offset=1.5), r"offset=1.5 of Causal must be an integer; use 0"),
+        (
+            lambda: unchecked(masks.Prefix, n=jnp.int32(3)),
+            r"n=.* of Prefix must be a number of keys, 0 or more; .*as a mask array",
+        ),
+        (lambda: masks.Prefix(-1), r"n=-1 of Prefix must be a number of keys, 0 or more"),
+        (
+            lambda: unchecked(masks.SlidingWindow, left=2.0, right=0),
+            r"left=2.0 of SlidingWindow must be a number of tokens, 0 or more; use None",
+        ),
+        (
+            lambda: unchecked(masks.BlockSparse, blocks=np.ones((1, 1), bool), block_shape=8),
+            r"block_shape=8 of BlockSparse must be two positive integers; use \(128, 128\)",
+        ),
+        (
+            lambda: unchecked(masks.MaskFn, function=3),
+            r"function=3 of MaskFn must be a function of positions; use MaskFn\(lambda",
+        ),
+        (
+            lambda: masks.MaskFn(lambda q, k: q > k and k > 2).dense(4, 4),
+            r"MaskFn\(<lambda>\) .*join with &, \| and ~",
+        ),
+        (
+            lambda: unchecked(masks.PerHead, masks=masks.Causal()),
+            r"of PerHead must be masks .*PerHead\(\(Causal\(\), Prefix\(8\)\)\)",
+        ),
+        (lambda: masks.Dense(np.ones((8, 8), bool)).density(16, 16), r"T=16 and S=16 do not fit the mask: Dense"),
+    ],
+)
+def test_a_mask_that_makes_no_sense_says_so(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("other", [np.ones((4, 4), bool), jnp.ones((4, 4), bool), True])
+def test_a_mask_combines_with_masks_only(other) -> None:
+    for combine in (lambda: masks.Causal() & other, lambda: other | masks.Causal()):
+        with pytest.raises(TypeError, match=r"is no mask, and a mask combines with masks only; wrap .* Dense\(array\)"):
+            combine()
+    assert masks.Causal().density(0, 8) == 0

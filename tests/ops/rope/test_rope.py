@@ -52,6 +52,17 @@ def test_angles_are_exact_at_any_position(position: int) -> None:
     np.testing.assert_allclose(sin[0], np.sin(angle), atol=2e-6)
 
 
+@pytest.mark.parametrize("position", [1, 4097, 1_000_003, 2**31 - 1])
+def test_a_negative_position_turns_the_other_way(position: int) -> None:
+    positions = jnp.array([position, -position], jnp.int32)
+    cos, sin = rope_tables(positions, 64)
+    np.testing.assert_array_equal(cos[1], cos[0])
+    np.testing.assert_array_equal(sin[1], -sin[0])
+    # Positions that int32 does not have: two halves of a turn by 2^31 are that turn.
+    cos, sin = rope_tables(jnp.array([2**31, 2**30], jnp.uint32), 64)
+    np.testing.assert_allclose(sin[0], 2 * sin[1] * cos[1], atol=2e-6)
+
+
 def test_queries_and_keys_meet_by_their_distance_alone() -> None:
     q, k = draw((1, 1, 1, 64)), draw((1, 1, 1, 64), seed=1)
 
@@ -143,7 +154,12 @@ def test_shard_map(implementation: str, cpu_devices: list) -> None:
         ({"rotary_dim": 32}, r"rotary_dim=32 is more than D=16 of x; use 16 or less"),
         ({"positions": jnp.zeros((3,), jnp.int32)}, r"positions is int32\[3\] .* \[2, 7\] or \[7\]"),
         ({"positions": jnp.zeros((7,))}, r"positions has dtype float32; positions must be integers"),
-        ({"theta": 0.5}, r"theta=0.5 must be more than 1; use 10000"),
+        ({"theta": 0.5}, r"theta=0.5 must be a number more than 1, known when traced; use 10000"),
+        ({"theta": float("inf")}, r"theta=inf must be a number more than 1"),
+        ({"inverse": "no"}, r"inverse='no' is not True or False"),
+        ({"tables": jnp.zeros((7, 8))}, r"tables is a .*; it must be a pair \(cos, sin\): make it with rope_tables"),
+        ({"tables": (jnp.zeros((7, 8)),) * 2, "theta": 5e5}, r"tables and theta are both given; .*leave one out"),
+        ({"tables": (jnp.zeros((7, 8)),) * 2, "scaling": Llama3()}, r"tables and scaling are both given"),
         ({"scaling": "yarn"}, r"scaling='yarn' is not a scaling; use Linear, Llama3 or Yarn"),
         (
             {"tables": (jnp.zeros((7, 4)), jnp.zeros((7, 4))), "rotary_dim": 16},
@@ -163,5 +179,13 @@ def test_bad_input_is_named_with_its_remedy(change: dict, message: str) -> None:
 def test_a_scaling_that_makes_no_sense_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match=r"factor=0 of Linear must be positive"):
         Linear(0)
+    with pytest.raises(ValueError, match=r"factor=inf of Yarn must be positive and finite"):
+        Yarn(math.inf, 4096)
+    with pytest.raises(ValueError, match=r"attention_factor=0.0 of Yarn must be positive"):
+        Yarn(8.0, 4096, attention_factor=0.0)
+    with pytest.raises(ValueError, match=r"beta_fast=1.0 of Yarn must be more than beta_slow=32.0; use 32 and 1"):
+        Yarn(8.0, 4096, beta_fast=1.0, beta_slow=32.0)
+    with pytest.raises(ValueError, match=r"dtype='bfloat16' must be float32, or float64"):
+        rope_tables(jnp.arange(3), 16, dtype="bfloat16")
     with pytest.raises(ValueError, match=r"low_freq_factor=4.0 of Llama3 must be less than high_freq_factor=4.0"):
         Llama3(low_freq_factor=4.0)

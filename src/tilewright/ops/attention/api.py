@@ -10,10 +10,13 @@ from jaxtyping import Array, Bool, Float, Int
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.dispatch import Op, register
 from tilewright.core.numerics import accumulator
-from tilewright.ops.attention.masks import EMPTY, Causal, Dense, Grid, Mask, SlidingWindow, contains
+from tilewright.ops.attention.mask_algebra import FULL, PARTIAL, Grid, Mask, contains
+from tilewright.ops.attention.masks import Causal, Dense, SlidingWindow
 
 _MOST_BIAS_BYTES = 16 * 2**30
-_COARSE = 4096
+_FARTHEST = 2**30
+# Queries and keys of a block that is looked at for any pair that attends; logits of a row of them, where they must be all.
+_LOOKED_AT, _LOOKED_AT_ONCE = 256, 2**22
 
 OP = register(
     Op(
@@ -57,7 +60,8 @@ def flash_attention(
       k: keys [B, S, KV, D], of q's dtype. H is a multiple of KV: each KV head serves H / KV query heads.
       v: values [B, S, KV, Dv]. Dv may differ from D.
       mask: which query attends to which key. A value of `tilewright.masks` (or a numpy array of bool) is known when
-        traced: empty blocks cost nothing. A jax array of bool that broadcasts to [B, H, T, S] may change from call to call.
+        traced: empty blocks cost nothing. A jax array of bool that broadcasts to [B, H, T, S] may change from call to call;
+        [B, 1, 1, S], which keys are there, costs no more than segments.
       causal: whether a query attends to no key after its own position. Positions of queries begin at q_offset.
       window: (left, right): a query attends to so many tokens before its own position, its own, and so many after it;
         None is without end.
@@ -85,13 +89,21 @@ def flash_attention(
     cap = None if soft_cap is None else _number("soft_cap", soft_cap, 0.0)
     if cap is not None and not 0 < cap < float("inf"):
         raise ValueError(f"soft_cap={soft_cap} must be positive and finite; use None for no cap")
-    if not isinstance(q_offset, int | np.integer):
+    if not isinstance(q_offset, int | np.integer) or isinstance(q_offset, bool):
         raise ValueError(
             f"q_offset={q_offset!r} is not a Python integer; the blocks to visit are made from it, so it must be known "
             f"when traced: pass an int, or use decode_attention for positions that change"
         )
+    if abs(q_offset) > _FARTHEST:
+        raise ValueError(f"q_offset={q_offset} must be within {_FARTHEST} (positions are int32); use S - T or the like")
+    if not isinstance(causal, bool | np.bool_):
+        raise ValueError(
+            f"causal={causal!r} is not True or False; the blocks to visit are made from it, so it must be known when "
+            f"traced: pass a bool, or give what changes as a mask array"
+        )
     static, dynamic = _settle_masks(mask, causal, window, b, t, h, s, int(q_offset))
     q_segments, kv_segments = _settle_segments(segment_ids, b, t, s, unbatched)
+    dynamic, q_segments, kv_segments = _spread_mask(dynamic, q_segments, kv_segments, b, t, s)
     bias = _settle_bias(bias, b, t, h, s)
     sinks = _settle_sinks(sinks, h)
     if 0 in (b, t, h, s, v.shape[3]):
@@ -145,11 +157,13 @@ def _validate_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 def _number(name: str, value: Any, default: float) -> float:
     if value is None:
         return float(default)
-    if not isinstance(value, int | float | np.integer | np.floating):
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         raise ValueError(
             f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
             f"pass a float, or multiply q by it"
         )
+    if not np.isfinite(value) and name == "scale":
+        raise ValueError(f"{name}={value} must be finite; use None for D ** -0.5")
     return float(value)
 
 
@@ -170,26 +184,52 @@ def _settle_masks(
             raise ValueError(
                 f"mask is {shown(mask)}; it must be bool: pass mask != 0, or give an additive one as bias="
             )
-        dynamic = _four_axes("mask", mask, (b, h, t, s), may_be_one=(0, 1))
+        dynamic = _four_axes("mask", mask, (b, h, t, s), may_be_one=(0, 1, 2, 3))
     elif mask is not None:
         raise ValueError(
             f"mask={mask!r} is not a mask; use a value of tilewright.masks, such as Causal(), or an array of bool"
         )
     if window is not None:
-        static = _with_window(static, window)
-        # Of masks that are not of positions the blocks would take long to look at.
-        if static is not None and static.computable and not np.any(static.kinds(_coarse(t, s, q_offset)) != EMPTY):
+        alone = _with_window(None, window)
+        joined = _with_window(static, window)
+        if (
+            static is not None
+            and alone is not None
+            and joined is not None
+            and t * s
+            and not _attends(joined, t, s, q_offset)
+            # A window alone may leave nothing: the keys of a call may be a part of a sequence, far from its queries.
+            and (_attends(alone, t, s, q_offset) or not _attends(static, t, s, q_offset))
+        ):
             raise ValueError(
-                f"window={window} together with mask={mask} leaves no query anything to attend to; they contradict "
-                f"each other: leave one out, or mend q_offset={q_offset}"
+                f"window={tuple(window)} together with mask={mask} leaves no query anything to attend to; they "
+                f"contradict each other: leave one out, or mend q_offset={q_offset}"
             )
+        static = joined
     if causal:
         static = Causal() if static is None else static & Causal()
     return static, dynamic
 
 
-def _coarse(t: int, s: int, q_offset: int) -> Grid:
-    return Grid(t, s, _COARSE, _COARSE, q_offset)
+def _attends(mask: Mask, t: int, s: int, q_offset: int) -> bool:
+    """Whether any query attends to any key. It looks no further than the first that it finds."""
+    if mask.computable:
+        grid = Grid(t, s, _LOOKED_AT, _LOOKED_AT, q_offset)
+        kinds = mask.kinds(grid)[0]  # [num_q, num_k]
+        if np.any(kinds == FULL):
+            return True
+        blocks = [(i * _LOOKED_AT, j * _LOOKED_AT) for i, j in np.argwhere(kinds == PARTIAL).tolist()]
+        size = (_LOOKED_AT, _LOOKED_AT)
+    else:
+        # Blocks would have to be looked at whole to know their kinds.
+        size = (max(1, _LOOKED_AT_ONCE // s), s)
+        blocks = [(start, 0) for start in range(0, t, size[0])]
+    for first_q, first_k in blocks:
+        rows = np.arange(first_q, min(first_q + size[0], t))[:, None]
+        columns = np.arange(first_k, min(first_k + size[1], s))[None, :]
+        if any(np.any(mask.keep(rows, columns, q_offset, head)) for head in range(mask.num_heads or 1)):
+            return True
+    return False
 
 
 def _dense(mask: np.ndarray, t: int, s: int) -> Mask:
@@ -247,12 +287,24 @@ def _settle_segments(ids: Any, b: int, t: int, s: int, unbatched: bool) -> tuple
             raise ValueError(f"segment_ids has dtype {array.dtype.name}; they must be integers: ids.astype(jnp.int32)")
         array = array[None] if unbatched and array.ndim == 1 else array
         if array.shape != (b, length):
-            remedy = " pass a pair (q ids, kv ids)" if t != s and not isinstance(ids, tuple | list) else ""
+            remedy = "pass one array [B, T], or a pair (q ids [B, T], kv ids [B, S])"
             raise ValueError(
-                f"segment_ids of {which} is {shown(array)}; it must be [{b}, {length}], an id for each token;{remedy}"
+                f"segment_ids of {which} is {shown(array)}; it must be [{b}, {length}], an id for each token: {remedy}"
             )
         settled.append(array.astype(jnp.int32))
     return settled[0], settled[1]
+
+
+def _spread_mask(
+    keep: jax.Array | None, q_ids: jax.Array | None, kv_ids: jax.Array | None, b: int, t: int, s: int
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """A mask array as [B or 1, H or 1, T, S]; one of the keys alone becomes segments, which are T times smaller."""
+    if keep is None:
+        return None, q_ids, kv_ids
+    if keep.shape[1:3] == (1, 1) and q_ids is None:
+        held = jnp.broadcast_to(keep[:, 0, 0], (b, s))
+        return None, jnp.zeros((b, t), jnp.int32), jnp.where(held, 0, 1).astype(jnp.int32)
+    return jnp.broadcast_to(keep, (*keep.shape[:2], t, s)), q_ids, kv_ids
 
 
 def _settle_bias(bias: Any, b: int, t: int, h: int, s: int) -> jax.Array | None:

@@ -206,8 +206,8 @@ class PallasGpuConfig:
         """Queries of a block in the backward, for heads of this padded width."""
         return GPU_WORKERS * GPU_ROWS * GPU_WIDTH // width
 
-    def smem_bytes(self, d: int, dv: int) -> dict[str, int]:
-        """An estimate of the shared memory that each kernel needs."""
+    def smem_bytes(self, d: int, dv: int, sink_heads: int = 0) -> dict[str, int]:
+        """An estimate of the shared memory that each kernel needs. `sink_heads`: query heads of a group, if with sinks."""
         d, dv = (padded_width(width) for width in (d, dv))
         forward = GPU_BLOCK * d + self.stages * self.block_k * (d + dv) + (GPU_BLOCK * dv if d != dv else 0)
         needed = {"forward": forward * _BFLOAT16_BYTES + 2 * GPU_BLOCK * _FLOAT32_BYTES + _GPU_SMEM_SLACK}
@@ -215,20 +215,21 @@ class PallasGpuConfig:
         if width <= GPU_WIDEST_BWD:
             block_q = self.block_q_bwd(width)
             halves = 2 * self.stages_bwd * block_q * width + 2 * GPU_BLOCK * width + 2 * GPU_BLOCK * block_q
-            words = 3 * self.stages_bwd * block_q + GPU_WORKERS * GPU_ROWS * GPU_WIDTH
+            words = (3 + (sink_heads > 0)) * self.stages_bwd * block_q + GPU_BLOCK * (GPU_WIDTH + sink_heads)
             needed["backward"] = halves * _BFLOAT16_BYTES + words * _FLOAT32_BYTES + _GPU_SMEM_SLACK
         return needed
 
-    def misfit(self, chip: Chip, d: int, dv: int) -> str | None:
+    def misfit(self, chip: Chip, d: int, dv: int, sink_heads: int = 0) -> str | None:
         """Why a kernel of this config does not fit the chip's shared memory, or None."""
         if chip.smem_bytes is None:
             return None
         fields = {"forward": "block_k or stages", "backward": "stages_bwd"}
-        for kernel, needed in self.smem_bytes(d, dv).items():
+        sinks = f" and sinks of {sink_heads} query heads a key head" if sink_heads else ""
+        for kernel, needed in self.smem_bytes(d, dv, sink_heads).items():
             if needed > chip.smem_bytes:
                 return (
-                    f"its {kernel} kernel needs about {needed // 1024} KiB of shared memory for D={d} and Dv={dv} with "
-                    f"{self}, and a block of a {chip.name} has {chip.smem_bytes // 1024}; use a smaller "
+                    f"its {kernel} kernel needs about {needed // 1024} KiB of shared memory for D={d} and Dv={dv}{sinks} "
+                    f"with {self}, and a block of a {chip.name} has {chip.smem_bytes // 1024}; use a smaller "
                     f"{fields[kernel]}, or implementation='xla'"
                 )
         return None

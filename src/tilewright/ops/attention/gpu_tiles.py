@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.hopper import padded
 from tilewright.ops.attention.config import GPU_WIDTH
 from tilewright.ops.attention.gradient import Operands, Settings
-from tilewright.ops.attention.masks import EMPTY, FULL, PARTIAL, Grid, Mask, _Both, _Either, _Not
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Both, Either, Grid, Mask, Not
 from tilewright.ops.attention.plan import block_table
 from tilewright.ops.attention.reference import MASKED_BELOW
 
@@ -236,10 +236,10 @@ def allowed(
 
 def _keep(mask: Mask, queries: jax.Array, keys: jax.Array, q_offset: int) -> jax.Array:
     """The predicate of a mask. `~` of booleans in registers is not lowered (jax 0.12): a choice is."""
-    if isinstance(mask, _Both):
+    if isinstance(mask, Both):
         return _keep(mask.left, queries, keys, q_offset) & _keep(mask.right, queries, keys, q_offset)
-    if isinstance(mask, _Either):
+    if isinstance(mask, Either):
         return _keep(mask.left, queries, keys, q_offset) | _keep(mask.right, queries, keys, q_offset)
-    if isinstance(mask, _Not):
+    if isinstance(mask, Not):
         return jnp.where(_keep(mask.mask, queries, keys, q_offset), False, True)
     return mask.keep(queries, keys, q_offset)

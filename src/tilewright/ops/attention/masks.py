@@ -17,112 +17,21 @@ from typing import Any
 
 import numpy as np
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Composed, Grid, Mask
+
+# Rows and keys are fewer, so that a distance beyond it is as good as one without end, and sums of both are int32.
+_FARTHEST = 2**30
 
 
-@dataclass(frozen=True)
-class Grid:
-    """T queries by S keys in blocks. The last block of an axis may be cut off by its end."""
-
-    t: int
-    s: int
-    block_q: int
-    block_k: int
-    q_offset: int = 0
-
-    @property
-    def num_q(self) -> int:
-        return -(-self.t // self.block_q)
-
-    @property
-    def num_k(self) -> int:
-        return -(-self.s // self.block_k)
-
-    def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """First and last row [num_q, 1], first and last column [1, num_k] of each block."""
-        q_first = np.arange(self.num_q, dtype=np.int64)[:, None] * self.block_q
-        k_first = np.arange(self.num_k, dtype=np.int64)[None, :] * self.block_k
-        return (
-            q_first,
-            np.minimum(q_first + self.block_q, self.t) - 1,
-            k_first,
-            np.minimum(k_first + self.block_k, self.s) - 1,
-        )
+def _check_integer(mask: Mask, name: str, least: int | None, rule: str) -> None:
+    value = getattr(mask, name)
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):
+        raise ValueError(f"{name}={value!r} of {type(mask).__name__} must be {rule}")
 
 
-class Mask:
-    """A predicate of query and key. True means: attend."""
-
-    num_heads: int | None = None
-    """How many heads it is made for; None where it is the same for any."""
-    computable: bool = False
-    """Whether a kernel can make it from positions alone."""
-
-    def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        """The predicate for rows and columns that broadcast against each other; numpy, or jax if `computable`."""
-        raise NotImplementedError
-
-    def kinds(self, grid: Grid) -> np.ndarray:
-        """EMPTY, PARTIAL or FULL for each block: [1 or heads, num_q, num_k]."""
-        raise NotImplementedError
-
-    def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
-        """Equal for two blocks only if their contents are equal."""
-        raise NotImplementedError
-
-    def misfit(self, heads: int, t: int, s: int) -> str | None:
-        """Why it does not fit a call with so many heads, queries and keys; None where it does."""
-        del heads, t, s
-        return None
-
-    def children(self) -> "tuple[Mask, ...]":
-        return ()
-
-    def _key(self) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._key() == other._key()  # type: ignore[attr-defined]
-
-    def __hash__(self) -> int:
-        return hash((type(self).__name__, self._key()))
-
-    def __and__(self, other: "Mask") -> "Mask":
-        return _Both(self, other) if isinstance(other, Mask) else NotImplemented
-
-    def __or__(self, other: "Mask") -> "Mask":
-        return _Either(self, other) if isinstance(other, Mask) else NotImplemented
-
-    def __invert__(self) -> "Mask":
-        return _Not(self)
-
-    def dense(self, t: int, s: int, q_offset: int = 0) -> np.ndarray:
-        """The whole predicate, [1 or heads, T, S]. For small shapes, plots and tests."""
-        rows, columns = np.arange(t)[:, None], np.arange(s)[None, :]
-        each = [
-            np.broadcast_to(self.keep(rows, columns, q_offset, head), (t, s)) for head in range(self.num_heads or 1)
-        ]
-        return np.stack(each)
-
-    def density(self, t: int, s: int, *, q_offset: int = 0) -> float:
-        """The share of the T x S pairs that attend. Blocks that are alike are counted once, so it is quick."""
-        from tilewright.ops.attention.plan import block_table
-
-        block_q, block_k = (max(128, -(-length // 256)) for length in (t, s))
-        return block_table(self, Grid(t, s, block_q, block_k, q_offset)).density
-
-    def plot(self, t: int, s: int, *, q_offset: int = 0, head: int = 0, ax: Any = None, pixels: int = 512) -> Any:
-        """Draw it into a matplotlib axis, queries downwards: dark where a block is full, light where it is partial."""
-        from matplotlib import pyplot
-
-        block_q, block_k = max(1, -(-t // pixels)), max(1, -(-s // pixels))
-        kinds = self.kinds(Grid(t, s, block_q, block_k, q_offset))
-        ax = pyplot.subplots()[1] if ax is None else ax
-        ax.imshow(kinds[head % kinds.shape[0]], cmap="Blues", vmin=EMPTY, vmax=FULL, extent=(0, s, t, 0), aspect="auto")
-        ax.set_xlabel("key")
-        ax.set_ylabel("query")
-        ax.set_title(f"{self}, {self.density(t, s, q_offset=q_offset):.1%}")
-        return ax
+def _near(distance: int) -> int:
+    return max(-_FARTHEST, min(_FARTHEST, int(distance)))
 
 
 def _of_interval(all_true: np.ndarray, none_true: np.ndarray) -> np.ndarray:
@@ -136,8 +45,11 @@ class Causal(Mask):
     offset: int = 0
     computable = True
 
+    def __post_init__(self) -> None:
+        _check_integer(self, "offset", None, "an integer; use 0 for keys up to the query's own position")
+
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        return columns <= rows + (q_offset + self.offset)
+        return columns <= rows + _near(q_offset + self.offset)
 
     def kinds(self, grid: Grid) -> np.ndarray:
         q_first, q_last, k_first, k_last = grid.bounds()
@@ -161,19 +73,16 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | np.integer) or value < 0):
-                raise ValueError(
-                    f"{name}={value!r} of SlidingWindow must be a number of tokens, 0 or more; use None for no end"
-                )
+            if getattr(self, name) is not None:
+                _check_integer(self, name, 0, "a number of tokens, 0 or more; use None for no end")
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
         ahead = columns - rows  # Of the row, which is q_offset behind the position.
         inside = []
         if self.left is not None:
-            inside.append(ahead >= q_offset - self.left)
+            inside.append(ahead >= _near(q_offset - self.left))
         if self.right is not None:
-            inside.append(ahead <= q_offset + self.right)
+            inside.append(ahead <= _near(q_offset + self.right))
         return functools.reduce(lambda one, other: one & other, inside) if inside else ahead == ahead
 
     def kinds(self, grid: Grid) -> np.ndarray:
@@ -197,8 +106,11 @@ class Prefix(Mask):
     n: int
     computable = True
 
+    def __post_init__(self) -> None:
+        _check_integer(self, "n", 0, "a number of keys, 0 or more; give one that changes as a mask array")
+
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        return (columns < self.n) & (rows == rows)
+        return (columns < _near(self.n)) & (rows == rows)
 
     def kinds(self, grid: Grid) -> np.ndarray:
         q_first, _, k_first, k_last = grid.bounds()
@@ -219,8 +131,7 @@ class Dilated(Mask):
     # Not `computable`, though it is of positions: vectors of integers have no remainder on a TPU.
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rate, int | np.integer) or self.rate < 1:
-            raise ValueError(f"rate={self.rate!r} of Dilated must be a positive integer; use 2 for every other key")
+        _check_integer(self, "rate", 1, "a positive integer; use 2 for every other key")
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
         return (rows - columns + q_offset) % self.rate == 0
@@ -315,9 +226,10 @@ class BlockSparse(_OfArray):
                 "blocks of BlockSparse must be a numpy array of bool, [blocks of queries, blocks of keys]; "
                 "pass np.asarray(blocks, bool)"
             )
-        if len(self.block_shape) != 2 or min(self.block_shape) < 1:
+        sizes = self.block_shape if isinstance(self.block_shape, tuple | list) else ()
+        if len(sizes) != 2 or not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
             raise ValueError(
-                f"block_shape={self.block_shape!r} of BlockSparse must be two positive numbers; use (128, 128)"
+                f"block_shape={self.block_shape!r} of BlockSparse must be two positive integers; use (128, 128)"
             )
 
     def __repr__(self) -> str:
@@ -418,11 +330,28 @@ class MaskFn(Mask):
 
     function: Callable[[Any, Any], Any]
 
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(
+                f"function={self.function!r} of MaskFn must be a function of positions; "
+                f"use MaskFn(lambda q_idx, kv_idx: kv_idx <= q_idx)"
+            )
+
     def __repr__(self) -> str:
         return f"MaskFn({getattr(self.function, '__name__', 'function')})"
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        values = np.asarray(self.function(rows + q_offset, columns))
+        import jax
+
+        q_idx, kv_idx = np.asarray(rows, np.int64) + q_offset, np.asarray(columns, np.int64)
+        try:
+            # A function of jax.numpy is evaluated too, though a call is being traced.
+            with jax.ensure_compile_time_eval():
+                values = np.asarray(self.function(q_idx, kv_idx))
+        except ValueError as error:
+            raise ValueError(
+                f"{self} does not take numpy arrays of positions ({error}); it must be elementwise: join with &, | and ~"
+            ) from error
         shape = np.broadcast_shapes(np.shape(rows), np.shape(columns))
         if values.dtype != np.bool_ or np.broadcast_shapes(values.shape, shape) != shape:
             raise ValueError(
@@ -450,92 +379,18 @@ class MaskFn(Mask):
         return (self.function,)
 
 
-class _Composed(Mask):
-    def children(self) -> tuple[Mask, ...]:
-        raise NotImplementedError
-
-    @property
-    def num_heads(self) -> int | None:  # type: ignore[override]
-        return next((mask.num_heads for mask in self.children() if mask.num_heads is not None), None)
-
-    @property
-    def computable(self) -> bool:  # type: ignore[override]
-        return all(mask.computable for mask in self.children())
-
-    def misfit(self, heads: int, t: int, s: int) -> str | None:
-        return next(filter(None, (mask.misfit(heads, t, s) for mask in self.children())), None)
-
-    def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
-        return tuple(mask.signature(grid, head, i, j) for mask in self.children())
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.children()
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Both(_Composed):
-    left: Mask
-    right: Mask
-
-    def children(self) -> tuple[Mask, ...]:
-        return (self.left, self.right)
-
-    def __repr__(self) -> str:
-        return f"({self.left} & {self.right})"
-
-    def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        return self.left.keep(rows, columns, q_offset, head) & self.right.keep(rows, columns, q_offset, head)
-
-    def kinds(self, grid: Grid) -> np.ndarray:
-        return np.minimum(self.left.kinds(grid), self.right.kinds(grid))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Either(_Composed):
-    left: Mask
-    right: Mask
-
-    def children(self) -> tuple[Mask, ...]:
-        return (self.left, self.right)
-
-    def __repr__(self) -> str:
-        return f"({self.left} | {self.right})"
-
-    def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        return self.left.keep(rows, columns, q_offset, head) | self.right.keep(rows, columns, q_offset, head)
-
-    def kinds(self, grid: Grid) -> np.ndarray:
-        return np.maximum(self.left.kinds(grid), self.right.kinds(grid))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Not(_Composed):
-    mask: Mask
-
-    def children(self) -> tuple[Mask, ...]:
-        return (self.mask,)
-
-    def __repr__(self) -> str:
-        return f"~{self.mask}"
-
-    def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        return ~self.mask.keep(rows, columns, q_offset, head)
-
-    def kinds(self, grid: Grid) -> np.ndarray:
-        return (FULL - self.mask.kinds(grid)).astype(np.int8)
-
-
 @dataclass(frozen=True, eq=False)
-class PerHead(_Composed):
+class PerHead(Composed):
     """One mask for each head."""
 
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "masks", tuple(self.masks))
+        object.__setattr__(self, "masks", () if isinstance(self.masks, Mask) else tuple(self.masks))
         if not self.masks or any(not isinstance(mask, Mask) or mask.num_heads is not None for mask in self.masks):
             raise ValueError(
-                f"masks={self.masks!r} of PerHead must be masks without heads of their own, one for each head"
+                f"masks={self.masks!r} of PerHead must be masks without heads of their own, one for each head: "
+                f"PerHead((Causal(), Prefix(8)))"
             )
 
     def children(self) -> tuple[Mask, ...]:
@@ -567,10 +422,3 @@ def _heads_misfit(mask: Mask, heads: int) -> str | None:
     if mask.num_heads is not None and mask.num_heads != heads:
         return f"{mask} is made for {mask.num_heads} heads and q has H={heads}; stack one mask for each head of q"
     return None
-
-
-def contains(mask: Mask, kind: type[Mask]) -> Mask | None:
-    """The first mask of a type inside of a composition, if there is one."""
-    if isinstance(mask, kind):
-        return mask
-    return next(filter(None, (contains(child, kind) for child in mask.children())), None)

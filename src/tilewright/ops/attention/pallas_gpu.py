@@ -57,7 +57,7 @@ from tilewright.ops.attention.gpu_tiles import (
     scaled_logits,
 )
 from tilewright.ops.attention.gradient import Operands, Settings, with_gradient
-from tilewright.ops.attention.masks import Mask
+from tilewright.ops.attention.mask_algebra import Mask
 from tilewright.ops.attention.pallas_gpu_bwd import backward
 
 Config = PallasGpuConfig
@@ -85,7 +85,7 @@ def unsupported_reason(
     soft_cap: float | None,
     q_offset: int,
 ) -> str | None:
-    del k, sinks, q_segments, kv_segments, scale, soft_cap, q_offset
+    del q_segments, kv_segments, scale, soft_cap, q_offset
     chip, config = launch.chip, launch.config
     if (reason := refusal(chip, q)) is not None:
         return reason
@@ -99,7 +99,7 @@ def unsupported_reason(
             )
     if mask is not None and mask.num_heads is not None:
         return f"mask={mask} differs from head to head; use one mask for all heads, or implementation='xla'"
-    return config.misfit(chip, d, dv)
+    return config.misfit(chip, d, dv, 0 if sinks is None else q.shape[2] // k.shape[2])
 
 
 def _forward_kernel(

@@ -25,6 +25,10 @@ Limits: heads wider than 128 take the plain backward (xla.py): their dk and dv d
 for each 128 keys of a key head: fewer than 132 leave multiprocessors idle. Beyond inputs and outputs: dq in int32, twice
 dq.
 
+With sinks, weights times their gradients times the weight of the sink are summed over the queries of a tile, in float32,
+and added to a row of shared memory for each worker and query head: 512 bytes a head of the group. That sum is of the
+worker's own steps, in their order, so it is the same from run to run; XLA adds the rows up.
+
 Numerics: logsumexp in float32 in units of log 2; at logits of 1,000 it is off by 1e-4, which bfloat16 does not show.
 Weights are float32 until they are operands.
 
@@ -68,7 +72,7 @@ from tilewright.ops.attention.gpu_tiles import (
     plan_visits,
     scaled_logits,
 )
-from tilewright.ops.attention.gradient import Operands, Settings
+from tilewright.ops.attention.gradient import Gradients, Operands, Rows, Settings
 from tilewright.ops.attention.xla import backward as xla_backward
 
 # The range of the sums of dq, in units of their bound: half of an int32's, so that rounding cannot leave it.
@@ -77,16 +81,19 @@ _FIXED_ONE = 2.0**30
 _LEAST_BOUND = 2.0**-90
 
 
-def _backward_kernel(*refs: Any, plan: Plan, stages: int, heads: tuple[int, int, int], interpreted: bool):
-    # inputs
-    q_ref, k_ref, v_ref, d_out_ref, rows_ref = refs[
-        :5
-    ]  # [B, T, H, D] or [B, S, KV, D]; rows [B, H, T / block_q, 3, block_q]
+def _backward_kernel(
+    *refs: Any, plan: Plan, stages: int, heads: tuple[int, int, int], has_sinks: bool, interpreted: bool
+):
+    # inputs, [B, T, H, D] or [B, S, KV, D]; rows [B, H, T / block_q, 3 or 4, block_q]
+    q_ref, k_ref, v_ref, d_out_ref, rows_ref = refs[:5]
     tables = dict(zip(plan.names, refs[5:], strict=False))
     # dq is an input that is added to, [1, B, T, H, D] of int32.
     dq_ref, dk_ref, dv_ref = refs[5 + len(plan.names) :][:3]
+    drawn_ref = refs[8 + len(plan.names)] if has_sinks else None  # [B, KV, S / block_k, GPU_WORKERS, group, GPU_ROWS]
     # scratch
-    q_smem, d_out_smem, rows_smem, k_smem, v_smem, d_logits_smem, dq_smem, *barriers = refs[8 + len(plan.names) :]
+    q_smem, d_out_smem, rows_smem, k_smem, v_smem, d_logits_smem, dq_smem, drawn_smem, *barriers = refs[
+        8 + has_sinks + len(plan.names) :
+    ]
     kv_barrier, q_barrier, d_out_barrier, q_free, d_out_free, both = barriers
     batches, kv_heads, group = heads
     block_q, width = plan.block_q, v_smem.shape[-1]
@@ -120,6 +127,11 @@ def _backward_kernel(*refs: Any, plan: Plan, stages: int, heads: tuple[int, int,
         settings = plan.settings
         shape = (GPU_ROWS, block_q)
         part = worker if over_rows else 0
+        if has_sinks:
+            for g in range(group):
+                drawn_smem[worker, g] = plgpu.layout_cast(
+                    jnp.zeros((GPU_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+                )
         plgpu.barrier_wait(kv_barrier)
 
         def of_query(slot: Any, which: int) -> jax.Array:
@@ -177,6 +189,10 @@ def _backward_kernel(*refs: Any, plan: Plan, stages: int, heads: tuple[int, int,
                 weights = jnp.exp2(logits * factor - of_query(slot, 0))
                 narrow = weights.astype(q_smem.dtype)
                 d_products = d_weights.read(0)
+                if has_sinks:
+                    drawn = jnp.sum(weights * d_products * of_query(slot, 3), axis=1)  # [GPU_ROWS]
+                    here = drawn_smem.at[worker, h - kv * group]
+                    here[...] = plgpu.load(here, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) + drawn
                 d_logits = weights * (d_products - of_query(slot, 1))
                 if slope is not None:
                     d_logits = d_logits * (1.0 - slope * slope)
@@ -220,6 +236,9 @@ def _backward_kernel(*refs: Any, plan: Plan, stages: int, heads: tuple[int, int,
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(stage, out_ref.at[b, pl.ds(first_k, GPU_ROWS), kv])
             plgpu.wait_smem_to_gmem(0)
+        if drawn_ref is not None:
+            plgpu.copy_smem_to_gmem(drawn_smem.at[worker], drawn_ref.at[b, kv, j, worker])
+            plgpu.wait_smem_to_gmem(0)
 
     @pl.when(worker == GPU_WORKERS)
     def _copy():
@@ -252,41 +271,45 @@ def _backward_kernel(*refs: Any, plan: Plan, stages: int, heads: tuple[int, int,
         jax.lax.fori_loop(0, steps, fetch, None)
 
 
-def backward(
-    operands: Operands,
-    d_out: jax.Array,
-    highest: jax.Array,
-    total: jax.Array,
-    delta: jax.Array,
-    settings: Settings,
-    launch: Launch,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """dq, dk and dv. `highest` is in units of log 2."""
+def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: Settings, launch: Launch) -> Gradients:
+    """The gradients. The max of a row is in units of log 2."""
     config: PallasGpuConfig = launch.config
     (b, t, h, d), (_, s, kv, dv) = operands.q.shape, operands.v.shape
     width = padded_width(max(d, dv))
     if width > GPU_WIDEST_BWD:
         plain = dataclasses.replace(launch, config=XlaConfig.for_shape(b, h, t, s))
-        return xla_backward(operands, d_out, highest / LOG2_E, total, delta, settings, plain)
+        in_nats = dataclasses.replace(statistics, highest=statistics.highest / LOG2_E)
+        return xla_backward(operands, d_out, in_nats, settings, plain)
     block_q, block_k, stages, group = config.block_q_bwd(width), GPU_BLOCK, config.stages_bwd, h // kv
     plan, tables = plan_visits(operands, settings, (block_q, block_k), "k")
     q, d_outs = (padded(padded(array, 3, width), 1, block_q) for array in (operands.q, d_out))
     k, v = (padded(padded(array, 3, width), 1, block_k) for array in (operands.k, operands.v))
     padded_t, padded_s, dtype = q.shape[1], k.shape[1], q.dtype
-    bound = _bound(operands, d_out, delta)  # [B, H, T]
-    log_total = jnp.log2(jnp.where(total == 0, 1.0, total))
-    rows = jnp.stack([highest + log_total, delta, _FIXED_ONE / bound], axis=2)  # [B, H, 3, T]
-    rows = padded(rows, 3, block_q).reshape(b, h, 3, -1, block_q).swapaxes(2, 3)  # [B, H, T / block_q, 3, block_q]
+    bound = _bound(operands, d_out, statistics.delta)  # [B, H, T]
+    log_total = jnp.log2(jnp.where(statistics.total == 0, 1.0, statistics.total))
+    has_sinks = statistics.sink is not None
+    each = [statistics.highest + log_total, statistics.delta, _FIXED_ONE / bound]
+    each += [statistics.sink] if statistics.sink is not None else []
+    rows = padded(jnp.stack(each, axis=2), 3, block_q)  # [B, H, 3 or 4, T]
+    rows = rows.reshape(b, h, len(each), -1, block_q).swapaxes(2, 3)  # [B, H, T / block_q, 3 or 4, block_q]
     interpreted = launch.interpret is not None
     columns, parts = width // GPU_WIDTH, block_q // GPU_ROWS
     summed = jnp.zeros((plan.rows if interpreted else 1, b, padded_t, h, width), jnp.int32)
     dq_sums = jax.new_ref(vary_over(summed, varying_axes(operands.q)))
     free = plgpu.Barrier(num_arrivals=GPU_WORKERS, num_barriers=stages)
-    dk, dv_ = plgpu.kernel(
-        functools.partial(_backward_kernel, plan=plan, stages=stages, heads=(b, kv, group), interpreted=interpreted),
+    dk, dv_, *drawn = plgpu.kernel(
+        functools.partial(
+            _backward_kernel,
+            plan=plan,
+            stages=stages,
+            heads=(b, kv, group),
+            has_sinks=has_sinks,
+            interpreted=interpreted,
+        ),
         out_type=(
             output_like((b, padded_s, kv, width), dtype, operands.q),
             output_like((b, padded_s, kv, width), dtype, operands.q),
+            *[output_like((b, kv, plan.rows, GPU_WORKERS, group, GPU_ROWS), jnp.float32, operands.q)] * has_sinks,
         ),
         grid=(b * kv * plan.rows,),
         grid_names=("work",),
@@ -295,11 +318,12 @@ def backward(
         scratch_types=(
             tile(stages, block_q, width, dtype=dtype),
             tile(stages, block_q, width, dtype=dtype),
-            plgpu.SMEM((stages, 3, block_q), jnp.float32),
+            plgpu.SMEM((stages, len(each), block_q), jnp.float32),
             tile(GPU_WORKERS, columns, GPU_ROWS, GPU_WIDTH, dtype=dtype),
             tile(GPU_WORKERS, GPU_ROWS, width, dtype=dtype),
             tile(2, GPU_WORKERS, parts, GPU_ROWS, GPU_ROWS, dtype=dtype),
             tile(GPU_WORKERS, GPU_ROWS, GPU_WIDTH, dtype=jnp.int32),
+            plgpu.SMEM((GPU_WORKERS, group, GPU_ROWS), jnp.float32) if has_sinks else None,
             plgpu.Barrier(num_arrivals=GPU_WORKERS * (columns + 1)),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
@@ -313,7 +337,8 @@ def backward(
     )(q, k, v, d_outs, rows, *tables, dq_sums)
     from_fixed = (bound * (settings.scale / _FIXED_ONE)).transpose(0, 2, 1)[..., None]  # [B, T, H, 1]
     dq = jnp.sum(dq_sums[...], axis=0)[:, :t, :, :d].astype(jnp.float32) * from_fixed
-    return dq.astype(dtype), dk[:, :s, :, :d], dv_[:, :s, :, :dv], None
+    of_sinks = jnp.sum(drawn[0], axis=(0, 2, 3, 5)).reshape(h) if has_sinks else None
+    return Gradients(dq.astype(dtype), dk[:, :s, :, :d], dv_[:, :s, :, :dv], None, of_sinks)
 
 
 def _bound(operands: Operands, d_out: jax.Array, delta: jax.Array) -> jax.Array:

@@ -47,7 +47,7 @@ from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
 from tilewright.ops.attention.config import SMEM_BYTES, PallasTpuConfig
 from tilewright.ops.attention.gradient import Operands, Settings, with_gradient
-from tilewright.ops.attention.masks import EMPTY, FULL, PARTIAL, Grid, Mask
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Grid, Mask
 from tilewright.ops.attention.pallas_tpu_bwd import backward
 from tilewright.ops.attention.plan import FIRST, LAST, MOST_BLOCKS, MOST_CONTENTS, block_table
 from tilewright.ops.attention.tpu_tiles import (

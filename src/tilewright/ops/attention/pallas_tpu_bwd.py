@@ -16,9 +16,10 @@ the keys do not fit, they are cut into chunks, and dq, written in float32 for ea
 Tiles are [keys, queries] as in the forward, and pipelined alike: both products of the next tile before the exponentials
 of this one, the three sums of a tile after those of the next. max, log2 of the total and delta come as one array
 [B, H, 3, T], a row of lanes each. The gradient of a bias is not made here: it is plain JAX (xla.py), and is dropped
-by jit where nobody asks for it.
+by jit where nobody asks for it. With sinks the row sums of weights times their gradients are another output, float32.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -31,7 +32,7 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
 from tilewright.ops.attention.config import PallasTpuConfig, XlaConfig
-from tilewright.ops.attention.gradient import Operands, Settings
+from tilewright.ops.attention.gradient import Gradients, Operands, Rows, Settings
 from tilewright.ops.attention.plan import FIRST, LAST
 from tilewright.ops.attention.tpu_tiles import (
     LOG2_E,
@@ -60,13 +61,16 @@ def _backward_kernel(
     tiling: Tiling,
     work: Work,
     group: int,
+    has_sinks: bool,
 ):
     inputs = dict(zip(names, refs, strict=False))
     q_ref, k_ref, v_ref, d_out_ref, rows_ref = (inputs.pop(name) for name in ("q", "k", "v", "d_out", "rows"))
     # outputs
     dq_ref, dk_ref, dv_ref = refs[len(names) : len(names) + 3]  # [block_q, D], [chunk, D], [chunk, Dv]
+    drawn_ref = refs[len(names) + 3] if has_sinks else None  # [1, block_q]
     # scratch
-    (dq_scratch,) = refs[len(names) + 3 :]  # [D, block_q]
+    dq_scratch = refs[len(names) + 3 + has_sinks]  # [D, block_q]
+    drawn_scratch = refs[-1]  # [1, block_q], with sinks
     b, kv, chunk, g, n = (pl.program_id(axis) for axis in range(5))
     local = Step.read(place_ref, flags_ref, work.first_step(b, kv * group + g, chunk) + n)
     blocks_in_chunk = dk_ref.shape[0] // tiling.block_k
@@ -80,6 +84,8 @@ def _backward_kernel(
     @pl.when(step.has(FIRST))
     def _start_queries():
         dq_scratch[...] = jnp.zeros_like(dq_scratch)
+        if has_sinks:
+            drawn_scratch[...] = jnp.zeros_like(drawn_scratch)
 
     def products(unit: Any) -> tuple[jax.Array, jax.Array]:
         keys, queries = unit
@@ -97,6 +103,8 @@ def _backward_kernel(
         highest, log_total, delta = (rows_ref[row : row + 1, queries] for row in range(3))  # each [1, tile_q]
         weights = jnp.exp2((logits - highest) - log_total)
         d_logits = weights * (d_weights - delta)
+        if has_sinks:
+            drawn_scratch[:, queries] += jnp.sum(weights * d_weights, axis=0, keepdims=True)  # [1, tile_q]
         if slope is not None:
             d_logits = d_logits * (1.0 - jnp.square(slope))
         return weights.astype(v_ref.dtype), d_logits.astype(k_ref.dtype)
@@ -116,18 +124,12 @@ def _backward_kernel(
     @pl.when(step.has(LAST))
     def _finish_queries():
         dq_ref[...] = (dq_scratch[...] * tiling.settings.scale).T.astype(dq_ref.dtype)
+        if drawn_ref is not None:
+            drawn_ref[...] = drawn_scratch[...]
 
 
-def backward(
-    operands: Operands,
-    d_out: jax.Array,
-    highest: jax.Array,
-    total: jax.Array,
-    delta: jax.Array,
-    settings: Settings,
-    launch: Launch,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """dq, dk, dv, and dbias where there is a bias. `highest` is in units of log 2."""
+def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: Settings, launch: Launch) -> Gradients:
+    """The gradients. The max of a row is in units of log 2."""
     config: PallasTpuConfig = launch.config
     (b, t, h, d), (_, s, kv, dv) = operands.q.shape, operands.v.shape
     tiling, work, extras = plan_work(
@@ -140,8 +142,9 @@ def backward(
     block_q, block_k, group, chunk_k = tiling.block_q, tiling.block_k, h // kv, config.chunk_k_bwd
     q, k, v = by_lanes(operands.q, block_q), by_lanes(operands.k, block_k), by_lanes(operands.v, block_k)
     d_lanes, dv_lanes, padded_t = q.shape[2] // h, v.shape[2] // kv, q.shape[1]
-    log_total = jnp.log2(jnp.where(total == 0, 1.0, total))
-    rows = pad_to(jnp.stack([highest, log_total, delta], axis=2), 3, block_q)  # [B, H, 3, T]
+    log_total = jnp.log2(jnp.where(statistics.total == 0, 1.0, statistics.total))
+    rows = jnp.stack([statistics.highest, log_total, statistics.delta], axis=2)
+    rows = pad_to(rows, 3, block_q)  # [B, H, 3, T]
     blocks_in_chunk = chunk_k // block_k
 
     def at(choose: Any) -> Any:
@@ -183,14 +186,20 @@ def backward(
         del g, n, place_ref, flags_ref
         return b, c, kv
 
-    dq, dk, dv_ = pl.pallas_call(
-        functools.partial(_backward_kernel, names=names, tiling=tiling, work=work, group=group),
+    def drawn_index(*at: Any) -> tuple[Any, ...]:
+        c, b, i, h = dq_index(*at)
+        return c, b, h, 0, i
+
+    has_sinks = statistics.sink is not None
+    dq, dk, dv_, *drawn = pl.pallas_call(
+        functools.partial(_backward_kernel, names=names, tiling=tiling, work=work, group=group, has_sinks=has_sinks),
         out_shape=(
             output_like(
                 (chunks, b, padded_t, h * d_lanes), q.dtype if chunks == 1 else jnp.dtype(jnp.float32), operands.q
             ),
             output_like((b, chunks * chunk_k, kv * d_lanes), jnp.float32, operands.q),
             output_like((b, chunks * chunk_k, kv * dv_lanes), jnp.float32, operands.q),
+            *[output_like((chunks, b, h, 1, padded_t), jnp.float32, operands.q)] * has_sinks,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -200,8 +209,12 @@ def backward(
                 pl.BlockSpec((None, None, block_q, d_lanes), dq_index),
                 pl.BlockSpec((None, chunk_k, d_lanes), of_chunk),
                 pl.BlockSpec((None, chunk_k, dv_lanes), of_chunk),
+                *[pl.BlockSpec((None, None, None, 1, block_q), drawn_index)] * has_sinks,
             ),
-            scratch_shapes=[pltpu.VMEM((d_lanes, block_q), jnp.float32)],
+            scratch_shapes=[
+                pltpu.VMEM((d_lanes, block_q), jnp.float32),
+                *[pltpu.VMEM((1, block_q), jnp.float32)] * has_sinks,
+            ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
@@ -220,5 +233,10 @@ def backward(
     dbias = None
     if operands.bias is not None:
         xla_config = XlaConfig.for_shape(b, h, t, s)
-        dbias = bias_gradient(operands, d_out, highest / LOG2_E, total, delta, settings, xla_config)
-    return by_heads(summed, t, h, d), dk, by_heads(dv_.astype(v.dtype), s, kv, dv), dbias
+        in_nats = dataclasses.replace(statistics, highest=statistics.highest / LOG2_E)
+        dbias = bias_gradient(operands, d_out, in_nats, settings, xla_config)
+    of_sinks = None
+    if statistics.sink is not None:
+        of_sinks = jnp.sum(statistics.sink * drawn[0].sum(0)[:, :, 0, :t], axis=(0, 2))
+    dv_ = by_heads(dv_.astype(v.dtype), s, kv, dv)
+    return Gradients(by_heads(summed, t, h, d), dk, dv_, dbias, of_sinks)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.ops.attention.masks import EMPTY, FULL, PARTIAL, Grid, Mask
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Grid, Mask
 
 FIRST, LAST = 1, 2
 KIND_SHIFT, TILE_FIRST_SHIFT, TILE_END_SHIFT, CONTENT_SHIFT = 2, 4, 10, 16

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tilewright.core.numerics import accumulator, round_gradient
-from tilewright.ops.attention.masks import Mask
+from tilewright.ops.attention.mask_algebra import Mask
 
 # Logits below it are masked, in every implementation: what people add to a logit to mask it is lower.
 MASKED_BELOW = -1e30

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from tilewright.core.chip import LANES
 from tilewright.ops.attention.gradient import Operands, Settings
-from tilewright.ops.attention.masks import EMPTY, FULL, PARTIAL, Grid, Mask
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Grid, Mask
 from tilewright.ops.attention.plan import (
     CONTENT_SHIFT,
     KIND_SHIFT,

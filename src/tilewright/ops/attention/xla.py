@@ -28,8 +28,8 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator
 from tilewright.ops.attention.config import XlaConfig
-from tilewright.ops.attention.gradient import Operands, Settings, with_gradient
-from tilewright.ops.attention.masks import EMPTY, FULL, Grid, Mask
+from tilewright.ops.attention.gradient import Gradients, Operands, Rows, Settings, with_gradient
+from tilewright.ops.attention.mask_algebra import EMPTY, FULL, Grid, Mask
 from tilewright.ops.attention.plan import BlockTable, block_table
 from tilewright.ops.attention.reference import MASKED_BELOW
 
@@ -195,64 +195,66 @@ def _forward(operands: Operands, settings: Settings, launch: Launch) -> tuple[ja
     return out, statistic(highest), statistic(total)
 
 
-class _Rows:
+class _BlockRows:
     """What the backward needs of each query, with the heads in front."""
 
-    def __init__(self, blocks: _Blocks, d_out: jax.Array, highest: jax.Array, total: jax.Array, delta: jax.Array):
+    def __init__(self, blocks: _Blocks, d_out: jax.Array, rows: Rows):
         self.blocks = blocks
         self.d_out = blocks.heads_first(d_out)  # [B, KV, group, T, Dv]
-        self.highest, self.delta = blocks.rows_first(highest), blocks.rows_first(delta)
-        total = blocks.rows_first(total)
+        self.highest, self.delta = blocks.rows_first(rows.highest), blocks.rows_first(rows.delta)
+        total = blocks.rows_first(rows.total)
         self.factor = jnp.where(total == 0, 0.0, 1.0 / jnp.where(total == 0, 1.0, total))
 
     def of(self, array: jax.Array, i: jax.Array) -> jax.Array:
         return self.blocks.block(array, 3, i, self.blocks.block_q)
 
     def gradients(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Weights, gradients of the logits, and the soft-capped part: each [B, KV, group, block_q, block_k]."""
+        """Weights, their gradients, and the soft-capped part of the logits: each [B, KV, group, block_q, block_k]."""
         blocks = self.blocks
         logits, capped = blocks.logits(i, j)
         weights = jnp.exp(logits - self.of(self.highest, i)) * self.of(self.factor, i)
         v = blocks.block(blocks.v, 2, j, blocks.block_k)
         d_weights = blocks.dot("bkgqd,bksd->bkgqs", self.of(self.d_out, i), v)
-        return weights, weights * (d_weights - self.of(self.delta, i)), capped
+        return weights, d_weights, capped
+
+    def of_logits(self, i: jax.Array, weights: jax.Array, d_weights: jax.Array) -> jax.Array:
+        """The gradients of the logits."""
+        return weights * (d_weights - self.of(self.delta, i))
 
 
-def backward(
-    operands: Operands,
-    d_out: jax.Array,
-    highest: jax.Array,
-    total: jax.Array,
-    delta: jax.Array,
-    settings: Settings,
-    launch: Launch,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: Settings, launch: Launch) -> Gradients:
     blocks = _Blocks(operands, settings, launch.config)
-    rows = _Rows(blocks, d_out, highest, total, delta)
+    rows = _BlockRows(blocks, d_out, statistics)
     visits, counts = _visits(blocks.table, "k")
     dtype, accumulate, cap = operands.q.dtype, blocks.accumulate, settings.soft_cap
 
-    def keys_of(dq: jax.Array, j: jax.Array) -> tuple[jax.Array, Any]:
+    sink = None if statistics.sink is None else blocks.rows_first(statistics.sink)
+
+    def keys_of(carried: Any, j: jax.Array) -> tuple[Any, Any]:
         k = blocks.block(blocks.k, 2, j, blocks.block_k)
 
         def step(n: jax.Array, carry: Any) -> Any:
-            dq, dk, dv = carry
+            dq, drawn, dk, dv = carry
             i = visits[j, n]
-            weights, d_logits, capped = rows.gradients(i, j)
+            weights, d_weights, capped = rows.gradients(i, j)
+            if sink is not None:
+                drawn = drawn + jnp.sum(rows.of(sink, i) * weights * d_weights, axis=(3, 4))
+            d_logits = rows.of_logits(i, weights, d_weights)
             dv = dv + blocks.dot("bkgqs,bkgqd->bksd", weights.astype(dtype), rows.of(rows.d_out, i))
             if cap is not None:
                 d_logits = d_logits * (1.0 - jnp.square(capped / cap))
             d_logits = (d_logits * settings.scale).astype(dtype)
             dk = dk + blocks.dot("bkgqs,bkgqd->bksd", d_logits, rows.of(blocks.q, i))
             added = rows.of(dq, i) + blocks.dot("bkgqs,bksd->bkgqd", d_logits, k)
-            return jax.lax.dynamic_update_slice_in_dim(dq, added, i * blocks.block_q, 3), dk, dv
+            return jax.lax.dynamic_update_slice_in_dim(dq, added, i * blocks.block_q, 3), drawn, dk, dv
 
-        start = (dq, blocks.zeros(k.shape, accumulate), blocks.zeros((*k.shape[:3], blocks.dv), accumulate))
-        dq, dk, dv = jax.lax.fori_loop(0, counts[j], step, start)
-        return dq, (dk.astype(dtype), dv.astype(dtype))
+        start = (*carried, blocks.zeros(k.shape, accumulate), blocks.zeros((*k.shape[:3], blocks.dv), accumulate))
+        *carried, dk, dv = jax.lax.fori_loop(0, counts[j], step, start)
+        return tuple(carried), (dk.astype(dtype), dv.astype(dtype))
 
-    start = blocks.zeros(blocks.q.shape, accumulate)
-    dq, (dk, dv) = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
+    none_drawn = blocks.zeros((blocks.b, blocks.kv, blocks.group), accumulate)
+    start = (blocks.zeros(blocks.q.shape, accumulate), None if sink is None else none_drawn)
+    (dq, drawn), (dk, dv) = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
     dq = jnp.moveaxis(dq[:, :, :, : blocks.t], 3, 1).reshape(operands.q.shape).astype(dtype)
 
     def of_keys(array: jax.Array) -> jax.Array:
@@ -262,22 +264,17 @@ def backward(
 
     dbias = None
     if operands.bias is not None:
-        dbias = bias_gradient(operands, d_out, highest, total, delta, settings, launch.config)
-    return dq, of_keys(dk), of_keys(dv), dbias
+        dbias = bias_gradient(operands, d_out, statistics, settings, launch.config)
+    drawn = None if drawn is None else jnp.sum(drawn, axis=0).reshape(blocks.h)
+    return Gradients(dq, of_keys(dk), of_keys(dv), dbias, drawn)
 
 
 def bias_gradient(
-    operands: Operands,
-    d_out: jax.Array,
-    highest: jax.Array,
-    total: jax.Array,
-    delta: jax.Array,
-    settings: Settings,
-    config: XlaConfig,
+    operands: Operands, d_out: jax.Array, statistics: Rows, settings: Settings, config: XlaConfig
 ) -> jax.Array:
     """The gradient of the bias, summed over what it was broadcast over. Apart, so that jit drops it where it is unused."""
     blocks = _Blocks(operands, settings, config)
-    rows = _Rows(blocks, d_out, highest, total, delta)
+    rows = _BlockRows(blocks, d_out, statistics)
     visits, counts = _visits(blocks.table, "k")
     assert operands.bias is not None
     assert blocks.bias is not None
@@ -286,8 +283,8 @@ def bias_gradient(
     def keys_of(dbias: jax.Array, j: jax.Array) -> tuple[jax.Array, None]:
         def step(n: jax.Array, dbias: jax.Array) -> jax.Array:
             i = visits[j, n]
-            _, d_logits, _ = rows.gradients(i, j)
-            whole = d_logits.reshape(blocks.b, blocks.h, blocks.block_q, blocks.block_k)
+            weights, d_weights, _ = rows.gradients(i, j)
+            whole = rows.of_logits(i, weights, d_weights).reshape(blocks.b, blocks.h, blocks.block_q, blocks.block_k)
             added = blocks.bias_block(dbias, i, j) + jnp.sum(whole, axis=summed_over, keepdims=True)
             at = (0, 0, 0 if dbias.shape[2] == 1 else i * blocks.block_q, j * blocks.block_k)
             return jax.lax.dynamic_update_slice(dbias, added, at)

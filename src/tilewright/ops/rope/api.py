@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, shown
@@ -22,6 +23,7 @@ from tilewright.ops.rope.frequencies import (
 )
 
 _LAYOUTS = ("half", "interleaved")
+_THETA = 10_000.0
 
 OP = register(Op(name="apply_rope", family="tilewright.ops.rope", implementations=("xla", "reference")))
 
@@ -32,7 +34,7 @@ def rope_tables(
     positions: Int[Array, "*B T"],
     rotary_dim: int,
     *,
-    theta: float = 10_000.0,
+    theta: float = _THETA,
     scaling: Scaling | None = None,
     dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, "*B T R"], Float[Array, "*B T R"]]:
@@ -43,7 +45,7 @@ def rope_tables(
     off by 0.03 radians at a position of 1,000,000.
 
     Args:
-      positions: [..., T] integers, 0 or more.
+      positions: [..., T] integers. A negative one turns the other way.
       rotary_dim: the width that is rotated; even.
       theta: the base of the frequencies.
       scaling: `Linear`, `Llama3` or `Yarn`, or None. YaRN's attention factor is in the tables.
@@ -58,21 +60,31 @@ def rope_tables(
             f"positions has dtype {positions.dtype.name}; positions must be integers: pass positions.astype(jnp.int32)"
         )
     _check_rotary_dim("rotary_dim", rotary_dim)
-    if not theta > 1:
-        raise ValueError(f"theta={theta!r} must be more than 1; use 10000, or a model's own rope_theta")
+    rotary_dim = int(rotary_dim)
+    if jnp.dtype(dtype).name not in ("float32", "float64"):
+        raise ValueError(
+            f"dtype={dtype!r} must be float32, or float64; apply_rope rotates bfloat16 with float32 tables"
+        )
+    if not isinstance(theta, int | float | np.integer | np.floating) or not 1 < theta < math.inf:
+        raise ValueError(
+            f"theta={theta!r} must be a number more than 1, known when traced; use 10000, or a model's own rope_theta"
+        )
     if scaling is not None and not isinstance(scaling, Linear | Llama3 | Yarn):
         raise ValueError(f"scaling={scaling!r} is not a scaling; use Linear, Llama3 or Yarn of tilewright.ops.rope.api")
     theta = float(theta)
-    if jnp.dtype(dtype) == jnp.float64:
+    if jnp.dtype(dtype) == jnp.float64 and jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         angle = positions.astype(dtype)[..., None] * _lift(frequencies(rotary_dim, theta, scaling), positions, dtype)
     else:
         coarse, rest = turns_by_digit(rotary_dim, theta, scaling)
         turns = jnp.zeros((*positions.shape, rotary_dim // 2), jnp.float32)
-        for place, digit in enumerate(digits(positions.astype(jnp.int32))):
+        signed = jnp.issubdtype(positions.dtype, jnp.signedinteger)
+        positions = positions.astype(jnp.int32 if signed else jnp.uint32)
+        for place, digit in enumerate(digits(jnp.abs(positions).astype(jnp.uint32))):
             value = digit.astype(jnp.float32)[..., None]
             whole = value * _lift(coarse[place], positions, jnp.float32)  # Exact.
             turns = turns + (whole - jnp.round(whole)) + value * _lift(rest[place], positions, jnp.float32)
         angle = (turns - jnp.round(turns)) * (2 * math.pi)
+        angle = jnp.where((positions < 0)[..., None], -angle, angle) if signed else angle
     factor = attention_factor(scaling)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
@@ -82,7 +94,7 @@ def apply_rope(
     positions: Int[Array, "*B T"] | None = None,
     *,
     tables: tuple[Array, Array] | None = None,
-    theta: float = 10_000.0,
+    theta: float = _THETA,
     scaling: Scaling | None = None,
     rotary_dim: int | None = None,
     layout: Literal["half", "interleaved"] = "half",
@@ -118,6 +130,10 @@ def apply_rope(
         raise ValueError(
             f"x is {shown(x)}; it must be [B, T, H, D] or [T, H, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
         )
+    if not isinstance(inverse, bool | np.bool_):
+        raise ValueError(f"inverse={inverse!r} is not True or False; pass a bool that is known when traced")
+    if tables is not None:
+        tables = _check_tables(tables, positions, theta, scaling)
     if layout not in _LAYOUTS:
         raise ValueError(f"layout={layout!r} is not a layout; use 'half' (Llama, Qwen) or 'interleaved' (GPT-J)")
     if rotary_dim is None:
@@ -144,8 +160,6 @@ def _settle_tables(
     b, t = x.shape[:2]
     accumulate = accumulator(x.dtype)
     if tables is not None:
-        if positions is not None:
-            raise ValueError("tables and positions are both given; tables are of positions already: leave one out")
         cos, sin = tables
     else:
         positions = jnp.arange(t, dtype=jnp.int32) if positions is None else jnp.asarray(positions)
@@ -163,8 +177,17 @@ def _settle_tables(
     return tuple(jax.lax.stop_gradient(table.reshape(shape).astype(accumulate)) for table in (cos, sin))  # type: ignore[return-value]
 
 
+def _check_tables(tables: Any, positions: Any, theta: Any, scaling: Any) -> tuple[jax.Array, jax.Array]:
+    if not isinstance(tables, tuple | list) or len(tables) != 2:
+        raise ValueError(f"tables is a {type(tables).__name__}; it must be a pair (cos, sin): make it with rope_tables")
+    given = {"positions": positions is not None, "theta": theta != _THETA, "scaling": scaling is not None}
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ValueError(f"tables and {name} are both given; tables are of {name} already: leave one out")
+    return jnp.asarray(tables[0]), jnp.asarray(tables[1])
+
+
 def _check_rotary_dim(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 2 or value % 2:
+    if not isinstance(value, int | np.integer) or value < 2 or value % 2:
         raise ValueError(f"{name}={value!r} must be an even number, 2 or more: features are rotated in pairs")
 
 

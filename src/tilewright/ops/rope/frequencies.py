@@ -51,6 +51,12 @@ class Yarn:
 
     def __post_init__(self) -> None:
         _check_positive(self, "factor", "original_max_position", "beta_fast", "beta_slow")
+        if self.attention_factor is not None:
+            _check_positive(self, "attention_factor")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"beta_fast={self.beta_fast} of Yarn must be more than beta_slow={self.beta_slow}; use 32 and 1"
+            )
 
 
 Scaling = Linear | Llama3 | Yarn
@@ -59,8 +65,10 @@ Scaling = Linear | Llama3 | Yarn
 def _check_positive(scaling: object, *names: str) -> None:
     for name in names:
         value = getattr(scaling, name)
-        if not value > 0:
-            raise ValueError(f"{name}={value!r} of {type(scaling).__name__} must be positive; use a model's own value")
+        if not isinstance(value, int | float | np.integer | np.floating) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{name}={value!r} of {type(scaling).__name__} must be positive and finite; use a model's own value"
+            )
 
 
 def attention_factor(scaling: Scaling | None) -> float:
@@ -118,6 +126,6 @@ def turns_by_digit(rotary_dim: int, theta: float, scaling: Scaling | None) -> tu
 
 
 def digits(position: Any) -> list[Any]:
-    """The digits of non-negative int32 positions, lowest first; numpy or jax."""
+    """The digits of uint32 positions, lowest first; numpy or jax."""
     mask = 2**_DIGIT_BITS - 1
     return [(position >> (_DIGIT_BITS * digit)) & mask for digit in range(_DIGITS)]

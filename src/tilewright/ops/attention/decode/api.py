@@ -58,14 +58,14 @@ def decode_attention(
     Returns:
       out [B, T, H, Dv] (or [B, H, Dv]) of q's dtype; with return_logsumexp a pair.
     """
-    k, v = jnp.asarray(k), jnp.asarray(v)
+    q, k, v = _queries(q), jnp.asarray(k), jnp.asarray(v)
     for name, array in (("k", k), ("v", v)):
-        if array.ndim != 4:
-            raise ValueError(f"{name} is {shown(array)}; it must be [B, S, KV, D], a cache for each sequence")
-        if array.shape[0] != jnp.shape(q)[0]:
+        if array.ndim != 4 or 0 in array.shape[1:]:
             raise ValueError(
-                f"{name} is {shown(array)} and q has B={jnp.shape(q)[0]}; there must be a cache for each q"
+                f"{name} is {shown(array)}; it must be [B, S, KV, D], a cache for each sequence, with no axis of 0"
             )
+        if array.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} is {shown(array)} and q has B={q.shape[0]}; there must be a cache for each q")
     return _attend(
         DECODE,
         q,
@@ -121,15 +121,17 @@ def paged_attention(
     Returns:
       out [B, T, H, Dv] (or [B, H, Dv]) of q's dtype; with return_logsumexp a pair.
     """
-    k, v, table = jnp.asarray(k_pages), jnp.asarray(v_pages), jnp.asarray(page_table)
+    q, k, v, table = _queries(q), jnp.asarray(k_pages), jnp.asarray(v_pages), jnp.asarray(page_table)
     for name, array in (("k_pages", k), ("v_pages", v)):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{name} is {shown(array)}; it must be [P, page, KV, D], a pool of pages")
-    if not jnp.issubdtype(table.dtype, jnp.integer) or table.ndim != 2 or table.shape[0] != jnp.shape(q)[0]:
+    if not jnp.issubdtype(table.dtype, jnp.integer) or table.ndim != 2 or table.shape[0] != q.shape[0]:
         raise ValueError(
-            f"page_table is {shown(table)} and q has B={jnp.shape(q)[0]}; it must be integers [B, pages], "
+            f"page_table is {shown(table)} and q has B={q.shape[0]}; it must be integers [B, pages], "
             f"a row of pages for each sequence"
         )
+    if table.shape[1] == 0:
+        raise ValueError(f"page_table is {shown(table)}; it must have a page or more for each sequence: [B, pages]")
     # No implementation sees a page that it could read out of bounds with.
     table = jnp.clip(table, 0, k.shape[0] - 1).astype(jnp.int32)
     room = table.shape[1] * k.shape[1]
@@ -140,7 +142,7 @@ def paged_attention(
 
 def _attend(
     op: Op,
-    q: Any,
+    q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     table: jax.Array | None,
@@ -154,7 +156,7 @@ def _attend(
     implementation: str | None,
     config: Any,
 ) -> Any:
-    q, lengths = jnp.asarray(q), jnp.asarray(lengths)
+    lengths = jnp.asarray(lengths)
     _validate(q, k, v, lengths, window, scale, soft_cap)
     one_token = q.ndim == 3
     q = q[:, None] if one_token else q
@@ -163,6 +165,8 @@ def _attend(
         sinks = jnp.asarray(sinks)
         if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
             raise ValueError(f"sinks is {shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
+    if lengths.dtype.itemsize < 4:
+        lengths = lengths.astype(jnp.int32)  # The room may be more than it can hold.
     in_range = (lengths >= 0) & (lengths <= room)
     safe = jnp.where(in_range, lengths, 0).astype(jnp.int32)
     out, logsumexp = op.run(
@@ -183,13 +187,18 @@ def _attend(
     return (out, logsumexp) if return_logsumexp else out
 
 
-def _validate(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, window: Any, scale: Any, soft_cap: Any
-) -> None:
+def _queries(q: Any) -> jax.Array:
+    q = jnp.asarray(q)
     if q.ndim not in (3, 4) or q.dtype.name not in FLOATING or 0 in q.shape:
         raise ValueError(
             f"q is {shown(q)}; it must be [B, T, H, D] or [B, H, D] of float32 or bfloat16, with no axis of 0"
         )
+    return q
+
+
+def _validate(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, window: Any, scale: Any, soft_cap: Any
+) -> None:
     if q.ndim == 4 and q.shape[1] > _MOST_QUERIES:
         raise ValueError(
             f"q has T={q.shape[1]} queries a sequence; decoding takes {_MOST_QUERIES} at most: use flash_attention for "
@@ -213,11 +222,14 @@ def _validate(
         raise ValueError(f"lengths is {shown(lengths)}; it must be integers [B] = [{q.shape[0]}]")
     numbers = (int, float, np.integer, np.floating)
     for name, value in (("window", window), ("scale", scale), ("soft_cap", soft_cap)):
-        if value is not None and not isinstance(value, numbers):
+        if value is not None and (not isinstance(value, numbers) or isinstance(value, bool)):
             raise ValueError(
-                f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced"
+                f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when "
+                f"traced: pass a number, or None"
             )
-    if window is not None and (window < 0 or window != int(window)):
+    if scale is not None and not np.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite; use None for D ** -0.5")
+    if window is not None and (not 0 <= window < float("inf") or window != int(window)):
         raise ValueError(f"window={window} must be a number of tokens, 0 or more; use None for all of them")
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"soft_cap={soft_cap} must be positive and finite; use None for no cap")

@@ -1,0 +1,152 @@
+"""The Hopper kernels of flash_attention, beyond the contract: shapes, masks, what is refused, configs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tilewright
+from tests.ops.attention.drawing import draw
+from tests.ops.contract import able_to_run, assert_close
+from tilewright import flash_attention, masks
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import find_op
+from tilewright.ops.attention.cases import _case
+from tilewright.ops.attention.config import PallasGpuConfig
+from tilewright.workbench.check import CaseCheck, call, call_with_gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        _case("d64_gqa8", 1, 150, 150, (8, 1), 64, mask=masks.SlidingWindow(9, 4)),
+        _case("mla", 1, 130, 150, (2, 2), 192, 128, mask=masks.BlockSparse(np.eye(3, 3, dtype=bool), (50, 50))),
+        _case("d256_prefix", 1, 50, 50, (4, 1), 256, sinks=True, mask=masks.Causal() | masks.Prefix(9), soft_cap=9.0),
+        _case("not_a_prefix", 1, 140, 300, (2, 1), 128, mask=~masks.Prefix(130) & masks.Causal(200)),
+        # A block of queries, and a block of keys, that have no work.
+        _case(
+            "empty",
+            1,
+            256,
+            256,
+            (1, 1),
+            32,
+            mask=masks.BlockSparse(np.array([[False, True], [False, False]]), (128, 128)),
+        ),
+        # Four blocks of keys add to dq, and the rings go round.
+        _case("long", 2, 400, 400, (2, 1), 128, causal=True, segments=3),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_gpu_kernels_meet_the_oracle_on_more_shapes(case) -> None:
+    held = CaseCheck(find_op("flash_attention"), case, "bfloat16")
+    with able_to_run("pallas_gpu"):
+        results = held.check("pallas_gpu")
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+
+
+@pytest.mark.slow
+def test_vmap_of_the_gpu_kernel() -> None:
+    """The contract's test on a larger draw.
+
+    On its own, of 80 numbers, the largest error of dq is luck: over 100 draws it was 1.08 times the plain version's in the
+    mean and past 2 in 7, from two roundings that the plain version has at other places (the gradients of logits, and `out`,
+    which delta is made from). With the roundings of `xla` it was past 2 in 5 of them.
+    """
+    op, case = find_op("flash_attention"), _case("vmapped", 1, 70, 70, (4, 2), 64, causal=True, sinks=True)
+    checks = [CaseCheck(op, case, "bfloat16", seed=seed) for seed in (1, 2)]
+    both = call_with_gradients(call(op, case, "pallas_gpu"), case)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *[(held.arrays, held.cotangents) for held in checks])
+    with able_to_run("pallas_gpu"):
+        got = jax.jit(jax.vmap(both))(*stacked)
+    for position, held in enumerate(checks):
+        for quantity, values in got.items():
+            assert_close(values[position], held.plain[quantity], held.oracle[quantity], f"vmap {quantity}")
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-9])
+def test_the_gpu_kernel_masks_whatever_the_scale(scale: float) -> None:
+    """Masks are applied before the scale, which must not bring what is masked back."""
+    q, k, v = draw(t=12, s=12, d=64, dtype="bfloat16")
+    run = {"mask": masks.Causal(-5), "scale": scale, "return_logsumexp": True}
+    with able_to_run("pallas_gpu"):
+        out, logsumexp = jax.jit(lambda *a: flash_attention(*a, **run, implementation="pallas_gpu"))(q, k, v)
+    expected, expected_logsumexp = flash_attention(q, k, v, **run, implementation="reference")
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.02)
+    np.testing.assert_allclose(logsumexp, expected_logsumexp, atol=1e-5)
+
+
+def test_the_gpu_kernels_lower_without_a_gpu() -> None:
+    """Forward and backward are a kernel each; wider heads have the plain backward."""
+
+    def kernels(d: int) -> int:
+        struct = jax.ShapeDtypeStruct((1, 300, 4, d), "bfloat16")
+
+        def loss(q, k, v):
+            return jnp.sum(flash_attention(q, k, v, causal=True).astype(jnp.float32))
+
+        with tilewright.target("h200"):
+            traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(struct, struct, struct)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("stablehlo.custom_call @mosaic_gpu")
+
+    assert kernels(80) == 2
+    assert kernels(192) == 1
+
+
+@pytest.mark.parametrize(
+    ("chip", "change", "message"),
+    [
+        ("a100", {}, r"made for Hopper GPUs \(compute capability 9.0: H100, H200\), and this is a a100 with 8.0; use"),
+        ("h200", {"dtype": "float32"}, r"q is float32, and it multiplies bfloat16 only .*implementation='xla'"),
+        ("h200", {"bias": (40, 40)}, r"bias is not among what it takes; .*implementation='xla'"),
+        ("h200", {"mask": masks.PerHead((masks.Causal(),) * 4)}, r"differs from head to head; use one mask"),
+        ("h200", {"d": 300}, r"D=300 and Dv=300 must be 256 at most .*implementation='xla'"),
+        (
+            "h200",
+            {"config": PallasGpuConfig(256, 4, 2)},
+            r"its forward kernel needs about \d+ KiB of shared memory for D=16",
+        ),
+        (
+            "h200",
+            {"kv": 1, "h": 128, "sinks": (128,)},
+            r"its backward kernel .* and sinks of 128 query heads a key head with .*implementation='xla'",
+        ),
+    ],
+)
+def test_what_the_gpu_kernel_does_not_take_is_refused_with_the_way_out(chip: str, change: dict, message: str) -> None:
+    change = dict(change)
+    heads, d, dtype = change.pop("h", 4), change.pop("d", 16), change.pop("dtype", "bfloat16")
+    q, k = (jax.ShapeDtypeStruct((1, 40, number, d), dtype) for number in (heads, change.pop("kv", heads)))
+    arrays = {name: jax.ShapeDtypeStruct(change.pop(name), "float32") for name in ("bias", "sinks") if name in change}
+
+    def run(q, k, arrays, implementation):
+        return flash_attention(q, k, k, **arrays, **change, implementation=implementation)
+
+    with tilewright.target(chip):
+        with pytest.raises(tilewright.Unsupported, match=message):
+            jax.eval_shape(lambda q, k, arrays: run(q, k, arrays, "pallas_gpu"), q, k, arrays)
+        if "config" not in change:
+            told = tilewright.explain(lambda q, k, arrays: run(q, k, arrays, None), q, k, arrays)
+            assert told.decisions[0].implementation == "xla"
+
+
+def test_a_gpu_config_that_breaks_a_rule_is_refused_when_built() -> None:
+    with pytest.raises(ValueError, match=r"block_k=96 must be a multiple of 64, 256 at most .*; use 128, or"):
+        PallasGpuConfig(96, 2, 2)
+    with pytest.raises(ValueError, match=r"stages=1 must be 2 or more: .*; use 2"):
+        PallasGpuConfig(128, 1, 2)
+
+
+@pytest.mark.parametrize("d", [8, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dv", [64, 128, 256])
+def test_the_gpu_heuristic_fits(d: int, dv: int) -> None:
+    misfit = PallasGpuConfig.for_shape(d, dv).misfit(Chip.named("h200"), d, dv)
+    if (d, dv) == (192, 256):
+        # Its output needs room beside its queries; by 256 bytes it has none.
+        assert misfit is not None
+        assert "implementation='xla'" in misfit
+    else:
+        assert misfit is None

@@ -35,14 +35,15 @@ from tilewright.ops.delta_rule.chunk import (
     Gates,
     Runs,
     channel_passage,
+    channel_scores,
     coarse_and_fine,
     decay_of,
     inverses,
     masks,
-    scores,
+    same_run,
 )
 from tilewright.ops.delta_rule.config import XlaConfig
-from tilewright.ops.delta_rule.products import Exactness, Form, multiply
+from tilewright.ops.delta_rule.products import Exactness, Form, dot, multiply
 
 Config = XlaConfig
 
@@ -99,22 +100,22 @@ def _unchunk(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """A chunk before the state comes: U = (I + L)^-1 (w - e S), o = q S + M U, S' = across S + written^T U."""
+    """A chunk before the state comes. With X = (I + M)^-1, N and M the upper and the lower half of `scores`:
 
-    q: Any  # [C, K]: scale into q
-    e: Any  # [C, K]: beta into k
-    w: Any  # [C, V]: beta v
-    written: Any  # [C, K]: onward k
+    E = X (v - k S), o = q S + N E, S' = across S + written^T E, where q and k are the halves of `asked`.
+    """
+
+    asked: Any  # [2 C, K]: into q, and below it into k
+    written: Any  # [C, K]: beta onward k
     across: Any  # [1, 1] or [K, 1]; None is 1
-    read: Any  # [C, C]: M
-    erase: Any  # [C, C]: L
+    scores: Any  # [2 C, C]: (q_i . k_j) decay_ij beta_j for i >= j, and below it (k_i . k_j) decay_ij beta_j for i > j
 
 
 jax.tree_util.register_dataclass(_Ready)
 
 
-def _chunk_ready(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any, *, scale: float, how: Exactness) -> _Ready:
-    """A chunk of one head: q and k [C, K], v [C, V], g [C] or [C, K], beta and starts [C]."""
+def _chunk_ready(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, how: Exactness) -> _Ready:
+    """A chunk of one head: q and k [C, K], g [C] or [C, K], beta and starts [C]."""
     made = masks(q.shape[0], 1, np.dtype(q.dtype), channels=g is not None and g.ndim == 2)
     mask = jax.tree.map(jnp.asarray, made)
     runs = gates = None
@@ -132,25 +133,34 @@ def _chunk_ready(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any, *, scal
         coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), sums)
         gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
         g = g[None, :]
-    chunk = Chunk(q, k, v, beta[:, None], g, gates, runs, mask)
+    chunk = Chunk(q, k, None, beta[:, None], g, gates, runs, mask)
     decay = decay_of(chunk, how)
-    read, erase = scores(chunk, decay, scale=scale, how=how)
-    asking, erasing, written, across = q, k, k, None
+    asked, written, across = jax.lax.optimization_barrier(jnp.concatenate([q, k], axis=0)), beta[:, None] * k, None
     if decay is None:
-        asking, erasing, written, (across,) = channel_passage(chunk, 1, 1, how)
-    elif decay.into is not None:
-        asking, erasing, written, across = decay.into * q, decay.into * k, decay.onward * k, decay.across
-    return _Ready(scale * asking, chunk.beta * erasing, chunk.beta * v, written, across, read, erase)
+        of_q, of_k = channel_scores(q, k, g, mask, 1, how)
+        scores = jnp.concatenate([of_q, of_k], axis=0)  # [2 C, C]
+        if runs is not None:
+            scores = jnp.where(jnp.concatenate([same_run(runs)] * 2, axis=0), scores, 0.0)
+        scores = scores * beta[None, :]
+        into_q, into_k, onward_k, (across,) = channel_passage(chunk, 1, 1, how)
+        asked, written = jnp.concatenate([into_q, into_k], axis=0), beta[:, None] * onward_k
+    else:
+        pairs = jnp.concatenate([decay.pairs, decay.pairs * mask.before], axis=0)
+        scores = dot(asked, written, "nt", how) * pairs  # [2 C, C]
+        if decay.into is not None:
+            asked = jnp.concatenate([decay.into] * 2, axis=0) * asked
+            written, across = decay.onward * written, decay.across
+    return _Ready(asked, written, across, scores)
 
 
-def _ready(tokens: Any, starts: Any, *, scale: float, chunk: int, how: Exactness) -> _Ready:
+def _ready(tokens: Any, starts: Any, *, chunk: int, how: Exactness) -> _Ready:
     """All chunks of a block, from [B, tokens, heads, ...]: leading axes [chunks, B, H, G]."""
-    q, k, v, g, beta = tokens
-    h, wide = q.shape[2], accumulator(v.dtype)
-    one = functools.partial(_chunk_ready, scale=scale, how=how)
+    q, k, g, beta = tokens
+    h, wide = q.shape[2], accumulator(q.dtype)
+    one = functools.partial(_chunk_ready, how=how)
     # Groups innermost: what does not depend on the group is not made again for it.
-    over_groups = jax.vmap(one, in_axes=(None, None, 0, 0, 0, None))
-    over_heads = jax.vmap(over_groups, in_axes=(0, 0, 0, 0, 0, None))
+    over_groups = jax.vmap(one, in_axes=(None, None, 0, 0, None))
+    over_heads = jax.vmap(over_groups, in_axes=(0, 0, 0, 0, None))
     over_chunks = jax.vmap(jax.vmap(over_heads))
 
     def chunks(x: jax.Array, heads: int) -> jax.Array:
@@ -159,7 +169,6 @@ def _ready(tokens: Any, starts: Any, *, scale: float, chunk: int, how: Exactness
     return over_chunks(
         chunks(q, h)[:, :, :, 0].astype(wide),
         chunks(k, h)[:, :, :, 0].astype(wide),
-        chunks(v, h).astype(wide),
         None if g is None else chunks(g, h),
         chunks(beta, h),
         None if starts is None else chunks(starts[:, :, None], 1)[:, :, 0, 0],
@@ -214,60 +223,99 @@ def _kept(across: Any, state: jax.Array) -> jax.Array:
     return state if across is None else across * state
 
 
-def _pass_on(state: jax.Array, ready: _Ready, inverted: jax.Array, how: Exactness) -> tuple[jax.Array, Any, Any]:
-    """The state [B, H, G, K, V] through the chunks: after them, before each, and U of each."""
+def _pass_on(
+    state: jax.Array, ready: _Ready, inverted: jax.Array, v: jax.Array, how: Exactness
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The state [B, H, G, K, V] after the chunks; q S and E of each."""
+    c = v.shape[-2]
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        e, w, written, across, inverted = chunk
-        u = _times(inverted, w - _times(e, state, "nn", how), "nn", how)  # [C, V]
-        return _kept(across, state) + _times(written, u, "nn", how), (state, u)
+        asked, written, across, inverted, v = chunk
+        found = _times(asked, state, "nn", how)  # [2 C, V]
+        error = _times(inverted, v - found[..., c:, :], "nn", how)  # [C, V]
+        return _kept(across, state) + _times(written, error, "nn", how), (found[..., :c, :], error)
 
     # What is multiplied transposed is turned before, all chunks at once.
-    chunks = (ready.e, ready.w, _transposed(ready.written), ready.across, inverted)
-    after, (states, u) = jax.lax.scan(step, state, chunks)
-    return after, states, u
+    chunks = _apart((ready.asked, _transposed(ready.written), ready.across, inverted, v), how)
+    after, found = _scan(step, state, chunks, how)
+    of_q, errors = _together(found, how)
+    return after, of_q, errors
 
 
-def _states(state: jax.Array, ready: _Ready, u: jax.Array, how: Exactness) -> jax.Array:
-    """The states before each chunk, where U is known."""
+def _states(state: jax.Array, ready: _Ready, errors: jax.Array, how: Exactness) -> Any:
+    """The states before each chunk, where E is known."""
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-        written, across, u = chunk
-        return _kept(across, state) + _times(written, u, "nn", how), state
+        written, across, error = chunk
+        return _kept(across, state) + _times(written, error, "nn", how), state
 
-    return jax.lax.scan(step, state, (_transposed(ready.written), ready.across, u))[1]
+    return _scan(step, state, _apart((_transposed(ready.written), ready.across, errors), how), how)[1]
 
 
 def _pull_back(
     ready: _Ready,
     inverted: jax.Array,
-    states: jax.Array,
-    u: jax.Array,
+    read: jax.Array,
+    states: Any,
+    errors: jax.Array,
     d_after: jax.Array,
     d_o: jax.Array,
     how: Exactness,
-) -> tuple[jax.Array, _Ready]:
-    """The gradients of the state before the chunks, and of the chunks; d_o [chunks, B, H, G, C, V]."""
+) -> tuple[jax.Array, jax.Array, _Ready]:
+    """The gradients of the state before the chunks, of v, and of the chunks; d_o [chunks, B, H, G, C, V]."""
+    c = d_o.shape[-2]
 
     def step(d_after: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        asked, written, across, inverted, d_o, d_u = chunk
-        d_w = _times(inverted, d_u + _times(written, d_after, "nn", how), "nn", how)  # [C, V]
-        both = jnp.concatenate([d_o, -d_w], axis=-2)
-        return _kept(across, d_after) + _times(asked, both, "nn", how), (d_after, d_w)
+        asked, written, across, inverted, d_o, d_error = chunk
+        d_v = _times(inverted, d_error + _times(written, d_after, "nn", how), "nn", how)  # [C, V]
+        both = jnp.concatenate([d_o, -d_v], axis=-2)
+        return _kept(across, d_after) + _times(asked, both, "nn", how), (d_after, both)
 
-    asked = _transposed(jnp.concatenate([ready.q, ready.e], axis=-2))  # [K, 2 C]
-    d_u = _times(ready.read, d_o, "tn", how)  # [C, V]: what comes from the chunk's own outputs.
-    chunks = (asked, ready.written, ready.across, _transposed(inverted), d_o, d_u)
-    d_state, (d_afters, d_w) = jax.lax.scan(step, d_after, chunks, reverse=True)
-    both = jnp.concatenate([d_o, -d_w], axis=-2)  # [2 C, V]
-    d_q, d_e = jnp.split(_times(both, states, "nt", how), 2, axis=-2)  # [C, K]
-    d_read, d_erase = jnp.split(_times(both, u, "nt", how), 2, axis=-2)  # [C, C]
-    d_written = _times(u, d_afters, "nt", how)  # [C, K]
-    d_across = None
-    if ready.across is not None:
-        alike = tuple(axis for axis in (-2, -1) if ready.across.shape[axis] == 1)
-        d_across = jnp.sum(states * d_afters, axis=alike, keepdims=True)
-    return d_state, _Ready(d_q, d_e, d_w, d_written, d_across, d_read, d_erase)
+    def with_states(pulled: Any, state: jax.Array, chunk: Any) -> Any:
+        (d_after, both), (error, across) = pulled, chunk
+        d_across = None
+        if across is not None:
+            alike = tuple(axis for axis in (-2, -1) if across.shape[axis] == 1)
+            d_across = jnp.sum(state * d_after, axis=alike, keepdims=True)
+        d_asked = _times(both, state, "nt", how)  # [2 C, K]
+        d_written = _times(error, d_after, "nt", how)  # [C, K]
+        d_scores = _times(both, error, "nt", how)  # [2 C, C]
+        return -both[..., c:, :], _Ready(d_asked, d_written, d_across, d_scores)
+
+    d_error = _times(read, d_o, "tn", how)  # [C, V]: what comes from the chunk's own outputs.
+    chunks = (_transposed(ready.asked), ready.written, ready.across, _transposed(inverted), d_o, d_error)
+    d_state, pulled = _scan(step, d_after, _apart(chunks, how), how, reverse=True)
+    of_states = _each(with_states, how, pulled, states, _apart((errors, ready.across), how))
+    return d_state, *_together(of_states, how)
+
+
+# Chunks that the state goes through. On a CPU they are a list, and the program has each of them: a loop's carry is copied in
+# every round, and what is stacked over the chunks once more. Elsewhere they are stacked.
+
+
+def _apart(stacked: Any, how: Exactness) -> Any:
+    if how is not Exactness.ON_CPU:
+        return stacked
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)]
+
+
+def _together(chunks: Any, how: Exactness) -> Any:
+    return chunks if how is not Exactness.ON_CPU else jax.tree.map(lambda *x: jnp.stack(x), *chunks)
+
+
+def _each(function: Any, how: Exactness, *chunks: Any) -> Any:
+    return function(*chunks) if how is not Exactness.ON_CPU else [function(*chunk) for chunk in zip(*chunks, strict=True)]
+
+
+def _scan(step: Any, state: jax.Array, chunks: Any, how: Exactness, reverse: bool = False) -> tuple[jax.Array, Any]:
+    if how is not Exactness.ON_CPU:
+        return jax.lax.scan(step, state, chunks, reverse=reverse)
+    results = []
+    for chunk in reversed(chunks) if reverse else chunks:
+        state, result = jax.lax.optimization_barrier(step(state, chunk))
+        results.append(result)
+    return state, results[::-1] if reverse else results
 
 
 def _in_blocks(tokens: Any, config: XlaConfig) -> Any:
@@ -294,14 +342,17 @@ def _forward(
     hv, width = v.shape[2:]
     how = _exactness(v.dtype, launch.chip)
 
-    def step(state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
-        ready = _ready(*block, scale=scale, chunk=launch.config.chunk, how=how)
-        inverted = _inverse(ready.erase, how)
-        after, states, u = _pass_on(state, ready, inverted, how)
-        o = _times(ready.q, states, "nn", how) + _times(ready.read, u, "nn", how)
-        return after, (_unchunk(o.astype(v.dtype)), state, (inverted, u) if how is Exactness.ON_CPU else None)
+    chunk = launch.config.chunk
 
-    blocks = _in_blocks(((q, k, v, g, beta), resets), launch.config)
+    def step(state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+        tokens, values, starts = block
+        ready = _ready(tokens, starts, chunk=chunk, how=how)
+        inverted = _inverse(ready.scores[..., chunk:, :], how)
+        after, of_q, errors = _pass_on(state, ready, inverted, _chunks(values, h, chunk).astype(state.dtype), how)
+        o = scale * (of_q + _times(ready.scores[..., :chunk, :], errors, "nn", how))
+        return after, (_unchunk(o.astype(v.dtype)), state, (inverted, errors, ready.scores[..., :chunk, :]) if how is Exactness.ON_CPU else None)
+
+    blocks = _in_blocks(((q, k, g, beta), v, resets), launch.config)
     state, (o, states, solved) = jax.lax.scan(step, initial_state.reshape(b, h, hv // h, depth, width), blocks)
     results = _unblock(o)[:, :t], state.reshape(b, hv, depth, width)
     return results, (q, k, v, g, beta, initial_state, resets, states, solved)
@@ -312,25 +363,26 @@ def backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple
     q, k, v, g, beta, initial_state, resets, states, solved = saved
     d_o, d_state = cotangents
     how = _exactness(v.dtype, launch.chip)
-    chunk = launch.config.chunk
+    chunk, h = launch.config.chunk, q.shape[2]
 
     def step(d_after: jax.Array, block: Any) -> tuple[jax.Array, Any]:
-        state, solved, tokens, starts, d_o = block
-        ready, pull = jax.vjp(lambda tokens: _ready(tokens, starts, scale=scale, chunk=chunk, how=how), tokens)
+        state, solved, tokens, values, starts, d_o = block
+        ready, pull = jax.vjp(lambda tokens: _ready(tokens, starts, chunk=chunk, how=how), tokens)
         if solved is None:
-            inverted = _inverse(ready.erase, how)
-            _, states, u = _pass_on(state, ready, inverted, how)
+            inverted = _inverse(ready.scores[..., chunk:, :], how)
+            values = _chunks(values, h, chunk).astype(state.dtype)
+            errors, read = _pass_on(state, ready, inverted, values, how)[2], ready.scores[..., :chunk, :]
         else:
-            inverted, u = solved
-            states = _states(state, ready, u, how)
-        d_o = _chunks(d_o, q.shape[2], chunk).astype(state.dtype)
-        d_state, d_ready = _pull_back(ready, inverted, states, u, d_after, d_o, how)
-        return d_state, pull(d_ready)[0]
+            inverted, errors, read = solved
+        states = _states(state, ready, errors, how)
+        d_o = scale * _chunks(d_o, h, chunk).astype(state.dtype)
+        d_state, d_v, d_ready = _pull_back(ready, inverted, read, states, errors, d_after, d_o, how)
+        return d_state, (*pull(d_ready)[0], _unchunk(d_v.astype(v.dtype)))
 
-    blocks = _in_blocks(((q, k, v, g, beta), resets, d_o), launch.config)
+    blocks = _in_blocks(((q, k, g, beta), None if solved is not None else v, resets, d_o), launch.config)
     d_state, gradients = jax.lax.scan(step, d_state.reshape(states.shape[1:]), (states, solved, *blocks), reverse=True)
-    gradients = jax.tree.map(lambda d: _unblock(d)[:, : q.shape[1]], gradients)
-    return *gradients, d_state.reshape(initial_state.shape), None
+    d_q, d_k, d_g, d_beta, d_v = jax.tree.map(lambda d: _unblock(d)[:, : q.shape[1]], gradients)
+    return d_q, d_k, d_v, d_g, d_beta, d_state.reshape(initial_state.shape), None
 
 
 _chunked.defvjp(_forward, backward)

@@ -1,16 +1,22 @@
 """The delta rule and its relatives in plain JAX, by chunks: all matrix products, and memory that is linear in T.
 
-The algebra of a chunk is in chunk.py. A block of chunks is worked on at a time: their products all together, then the
-state through them in order. Blocks follow each other in a scan.
+The algebra of a chunk is that of chunk.py, with beta on the side of the keys that are written and compared with: E, the
+errors that tokens correct, takes the place of U = beta E, and the gradient of beta is one sum. A block of chunks is
+worked on at a time: their products all together, then the state through them in order. Blocks follow each other in a scan.
 
-Only what needs the state is inside the scan over chunks, and it is made of plain products a b: what comes transposed is
-turned before. The rest is products of all chunks of a block at once. The backward is written by hand where the state is,
-and is JAX's where it is not (`_ready`).
+Only what needs the state goes from chunk to chunk, and it is made of plain products a b: what comes transposed is turned
+before. The rest is products of all chunks of a block at once. The backward is written by hand where the state is, and is
+JAX's where it is not (`_ready`).
 
 Memory: the forward keeps one state a block for the backward (4 K V bytes for 1,024 tokens and a head), and the inputs. The
 backward goes over the blocks from the last to the first, makes a block's chunks anew, and pulls the gradients through
-them: what it needs beyond the gradients is of one block, whatever T is. On a CPU a block is 256 tokens, and the
-forward keeps U and the inverses too, 4 V and 4 C bytes a token and head: 8 % less time (aarch64, T4096, 4 heads of 128).
+them: what it needs beyond the gradients is of one block, whatever T is. On a CPU a block is 128 tokens, and the
+forward keeps E, the inverses and the scores of q too, 4 V and 8 C bytes a token and head.
+
+CPUs (2 cores of an aarch64 do 62 GFLOP/s in one large product): products of these shapes reach 30 to 56, and XLA
+fuses nothing into them, so each further pass over a chunk's operands counts. What is here against that: chunks of a
+block without a loop (`_apart`), barriers where XLA would make an array again for each that reads it, a gate a channel by
+one product (anchored.py).
 
 Query and key heads are not repeated for groups of value heads: what depends on q and k alone is made once a group.
 
@@ -29,6 +35,7 @@ from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.numerics import accumulator
+from tilewright.ops.delta_rule.anchored import channel_ready
 from tilewright.ops.delta_rule.chunk import (
     LOWEST_GATE,
     Chunk,
@@ -43,7 +50,7 @@ from tilewright.ops.delta_rule.chunk import (
     same_run,
 )
 from tilewright.ops.delta_rule.config import XlaConfig
-from tilewright.ops.delta_rule.products import Exactness, Form, dot, multiply
+from tilewright.ops.delta_rule.products import Exactness, dot, times
 
 Config = XlaConfig
 
@@ -51,8 +58,8 @@ _SUBSTITUTED = 8  # Rows of the diagonal blocks that a CPU inverts row by row; 4
 
 
 def default_config(chip: Chip, q: Keys, k: Keys, v: Values, g: Gate | None, *rest: Any, scale: float) -> XlaConfig:
-    del k, v, rest, scale
-    return XlaConfig.for_length(q.shape[1], chip, channel_gate=g is not None and g.ndim == 4)
+    del k, v, g, rest, scale
+    return XlaConfig.for_length(q.shape[1], chip)
 
 
 def _exactness(dtype: Any, chip: Chip) -> Exactness:
@@ -100,9 +107,10 @@ def _unchunk(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """A chunk before the state comes. With X = (I + M)^-1, N and M the upper and the lower half of `scores`:
+    """A chunk before the state comes.
 
-    E = X (v - k S), o = q S + N E, S' = across S + written^T E, where q and k are the halves of `asked`.
+    E = (I + M)^-1 (v - k S), o = q S + N E, S' = across S + written^T E, where q and k are the upper and the lower half of
+    `asked`, and N and M those of `scores`.
     """
 
     asked: Any  # [2 C, K]: into q, and below it into k
@@ -135,8 +143,10 @@ def _chunk_ready(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, how: Exactne
         g = g[None, :]
     chunk = Chunk(q, k, None, beta[:, None], g, gates, runs, mask)
     decay = decay_of(chunk, how)
+    # The barrier: laid out once, and not again for each product that reads it.
     asked, written, across = jax.lax.optimization_barrier(jnp.concatenate([q, k], axis=0)), beta[:, None] * k, None
     if decay is None:
+        assert g is not None
         of_q, of_k = channel_scores(q, k, g, mask, 1, how)
         scores = jnp.concatenate([of_q, of_k], axis=0)  # [2 C, C]
         if runs is not None:
@@ -157,6 +167,8 @@ def _ready(tokens: Any, starts: Any, *, chunk: int, how: Exactness) -> _Ready:
     """All chunks of a block, from [B, tokens, heads, ...]: leading axes [chunks, B, H, G]."""
     q, k, g, beta = tokens
     h, wide = q.shape[2], accumulator(q.dtype)
+    if g is not None and g.ndim == 4 and how is Exactness.ON_CPU:
+        return _channel_ready_on_cpu(tokens, starts, chunk=chunk)
     one = functools.partial(_chunk_ready, how=how)
     # Groups innermost: what does not depend on the group is not made again for it.
     over_groups = jax.vmap(one, in_axes=(None, None, 0, 0, None))
@@ -175,12 +187,23 @@ def _ready(tokens: Any, starts: Any, *, chunk: int, how: Exactness) -> _Ready:
     )
 
 
-def _times(a: jax.Array, b: jax.Array, form: Form, how: Exactness) -> jax.Array:
-    """Products of the last two axes."""
-    product = functools.partial(multiply, form=form, how=how)
-    for _ in a.shape[2:]:
-        product = jax.vmap(product)
-    return product((a,), (b,))
+def _channel_ready_on_cpu(tokens: Any, starts: Any, *, chunk: int) -> _Ready:
+    """`_ready` for a gate a channel: all chunks at once, so that it is one question whether any needs to be halved."""
+    q, k, g, beta = tokens
+    h, wide = q.shape[2], accumulator(q.dtype)
+    q, k = _chunks(q, h, chunk).astype(wide), _chunks(k, h, chunk).astype(wide)
+    g = jnp.maximum(_chunks(g, h, chunk), LOWEST_GATE)
+    mask = jax.tree.map(jnp.asarray, masks(chunk, 1, np.dtype(wide), channels=True))
+    asked, written, across, scores = channel_ready(q, k, g, _chunks(beta, h, chunk), mask, Exactness.ON_CPU)
+    if starts is not None:
+        count = jnp.cumsum(_chunks(starts[:, :, None], 1, chunk), axis=-1, dtype=jnp.int32)  # [chunks, B, 1, 1, C]
+        column, row = count[..., None], count[..., None, :]
+        last = column[..., chunk - 1 :, :]  # [1, 1]
+        asked = jnp.where(jnp.concatenate([column == 0] * 2, axis=-2), asked, 0.0)
+        written = jnp.where(column == last, written, 0.0)
+        across = jnp.where(last == 0, across, 0.0)
+        scores = jnp.where(jnp.concatenate([column == row] * 2, axis=-2), scores, 0.0)
+    return _Ready(asked, written, across, scores)
 
 
 def _transposed(x: jax.Array) -> jax.Array:
@@ -200,7 +223,7 @@ def _inverse(lower: jax.Array, how: Exactness) -> jax.Array:
         return _substituted(lower)
     half = c // 2
     first, second = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]), how)
-    below = _times(second, _times(lower[..., half:, :half], first, "nn", how), "nn", how)
+    below = times(second, times(lower[..., half:, :half], first, "nn", how), "nn", how)
     return jnp.block([[first, jnp.zeros_like(first)], [-below, second]])
 
 
@@ -231,9 +254,9 @@ def _pass_on(
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
         asked, written, across, inverted, v = chunk
-        found = _times(asked, state, "nn", how)  # [2 C, V]
-        error = _times(inverted, v - found[..., c:, :], "nn", how)  # [C, V]
-        return _kept(across, state) + _times(written, error, "nn", how), (found[..., :c, :], error)
+        found = times(asked, state, "nn", how)  # [2 C, V]
+        error = times(inverted, v - found[..., c:, :], "nn", how)  # [C, V]
+        return _kept(across, state) + times(written, error, "nn", how), (found[..., :c, :], error)
 
     # What is multiplied transposed is turned before, all chunks at once.
     chunks = _apart((ready.asked, _transposed(ready.written), ready.across, inverted, v), how)
@@ -247,7 +270,7 @@ def _states(state: jax.Array, ready: _Ready, errors: jax.Array, how: Exactness) 
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
         written, across, error = chunk
-        return _kept(across, state) + _times(written, error, "nn", how), state
+        return _kept(across, state) + times(written, error, "nn", how), state
 
     return _scan(step, state, _apart((_transposed(ready.written), ready.across, errors), how), how)[1]
 
@@ -267,9 +290,9 @@ def _pull_back(
 
     def step(d_after: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
         asked, written, across, inverted, d_o, d_error = chunk
-        d_v = _times(inverted, d_error + _times(written, d_after, "nn", how), "nn", how)  # [C, V]
+        d_v = times(inverted, d_error + times(written, d_after, "nn", how), "nn", how)  # [C, V]
         both = jnp.concatenate([d_o, -d_v], axis=-2)
-        return _kept(across, d_after) + _times(asked, both, "nn", how), (d_after, both)
+        return _kept(across, d_after) + times(asked, both, "nn", how), (d_after, both)
 
     def with_states(pulled: Any, state: jax.Array, chunk: Any) -> Any:
         (d_after, both), (error, across) = pulled, chunk
@@ -277,20 +300,20 @@ def _pull_back(
         if across is not None:
             alike = tuple(axis for axis in (-2, -1) if across.shape[axis] == 1)
             d_across = jnp.sum(state * d_after, axis=alike, keepdims=True)
-        d_asked = _times(both, state, "nt", how)  # [2 C, K]
-        d_written = _times(error, d_after, "nt", how)  # [C, K]
-        d_scores = _times(both, error, "nt", how)  # [2 C, C]
+        d_asked = times(both, state, "nt", how)  # [2 C, K]
+        d_written = times(error, d_after, "nt", how)  # [C, K]
+        d_scores = times(both, error, "nt", how)  # [2 C, C]
         return -both[..., c:, :], _Ready(d_asked, d_written, d_across, d_scores)
 
-    d_error = _times(read, d_o, "tn", how)  # [C, V]: what comes from the chunk's own outputs.
+    d_error = times(read, d_o, "tn", how)  # [C, V]: what comes from the chunk's own outputs.
     chunks = (_transposed(ready.asked), ready.written, ready.across, _transposed(inverted), d_o, d_error)
     d_state, pulled = _scan(step, d_after, _apart(chunks, how), how, reverse=True)
     of_states = _each(with_states, how, pulled, states, _apart((errors, ready.across), how))
     return d_state, *_together(of_states, how)
 
 
-# Chunks that the state goes through. On a CPU they are a list, and the program has each of them: a loop's carry is copied in
-# every round, and what is stacked over the chunks once more. Elsewhere they are stacked.
+# Chunks that the state goes through. On a CPU they are a list, and the program has each of them: a loop's carry is copied
+# in every round, and what is stacked over the chunks once more. Elsewhere they are stacked.
 
 
 def _apart(stacked: Any, how: Exactness) -> Any:
@@ -305,7 +328,9 @@ def _together(chunks: Any, how: Exactness) -> Any:
 
 
 def _each(function: Any, how: Exactness, *chunks: Any) -> Any:
-    return function(*chunks) if how is not Exactness.ON_CPU else [function(*chunk) for chunk in zip(*chunks, strict=True)]
+    return (
+        function(*chunks) if how is not Exactness.ON_CPU else [function(*chunk) for chunk in zip(*chunks, strict=True)]
+    )
 
 
 def _scan(step: Any, state: jax.Array, chunks: Any, how: Exactness, reverse: bool = False) -> tuple[jax.Array, Any]:
@@ -349,8 +374,12 @@ def _forward(
         ready = _ready(tokens, starts, chunk=chunk, how=how)
         inverted = _inverse(ready.scores[..., chunk:, :], how)
         after, of_q, errors = _pass_on(state, ready, inverted, _chunks(values, h, chunk).astype(state.dtype), how)
-        o = scale * (of_q + _times(ready.scores[..., :chunk, :], errors, "nn", how))
-        return after, (_unchunk(o.astype(v.dtype)), state, (inverted, errors, ready.scores[..., :chunk, :]) if how is Exactness.ON_CPU else None)
+        o = scale * (of_q + times(ready.scores[..., :chunk, :], errors, "nn", how))
+        return after, (
+            _unchunk(o.astype(v.dtype)),
+            state,
+            (inverted, errors, ready.scores[..., :chunk, :]) if how is Exactness.ON_CPU else None,
+        )
 
     blocks = _in_blocks(((q, k, g, beta), v, resets), launch.config)
     state, (o, states, solved) = jax.lax.scan(step, initial_state.reshape(b, h, hv // h, depth, width), blocks)

@@ -10,7 +10,7 @@ JAX's where it is not (`_ready`).
 
 Memory: the forward keeps one state a block for the backward (4 K V bytes for 1,024 tokens and a head), and the inputs. The
 backward goes over the blocks from the last to the first, makes a block's chunks anew, and pulls the gradients through
-them: what it needs beyond the gradients is of one block, whatever T is. On a CPU a block is 128 tokens, and the
+them: what it needs beyond the gradients is of one block, whatever T is. On a CPU a block is 64 tokens, and the
 forward keeps E, the inverses and the scores of q too, 4 V and 8 C bytes a token and head.
 
 CPUs (2 cores of an aarch64 do 62 GFLOP/s in one large product): products of these shapes reach 30 to 56, and XLA

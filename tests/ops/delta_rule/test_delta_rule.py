@@ -188,6 +188,30 @@ def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: st
         close(results[implementation][quantity], want, 4e-6)
 
 
+@pytest.mark.parametrize("strongest", [1.0, 2.5, 6.0])
+def test_channels_that_fall_too_far_for_one_product_are_halved(strongest: float) -> None:
+    """kda on a CPU: rows of a chunk are made one way until a channel has fallen by e^-64, and another way from there on."""
+    arrays = draw("kda", 75)
+    # By itself channel 3 falls by `strongest` a token: never too far, after 26 tokens of a chunk, after 11.
+    arrays["g"] = arrays["g"].at[..., 3].set(-strongest)
+    case = _case("kda", "drawn", 1, 75, 1, 16, 16, hv=2, state=True)
+    cotangents = (jnp.ones_like(arrays["v"]), jnp.ones_like(arrays["initial_state"]))
+    got, want = (
+        jax.jit(call_with_gradients(call(find_op("kda"), case, name), case))(arrays, cotangents)
+        for name in ("xla", "reference")
+    )
+    for quantity in want:
+        close(got[quantity], want[quantity], 4e-6)
+
+
+def test_rows_before_a_channel_falls_too_far_do_not_change() -> None:
+    arrays = draw("kda", 75)
+    o, _ = run("kda", arrays, "xla")
+    changed, _ = run("kda", arrays | {"g": arrays["g"].at[:, 40:, :, 3].set(-70.0)}, "xla")
+    np.testing.assert_array_equal(o[:, :40], changed[:, :40])
+    assert not np.array_equal(o[:, 40:], changed[:, 40:])
+
+
 @pytest.mark.parametrize("op", GATED)
 def test_a_positive_gate_lets_the_state_grow(op: str) -> None:
     arrays = draw(op)
@@ -343,14 +367,15 @@ def test_sharded_over_batch_and_heads(implementation: str, cpu_devices) -> None:
     spec = PartitionSpec("b", None, "h")
     specs = {name: PartitionSpec("b", "h") if name == "initial_state" else spec for name in arrays}
 
+    # Squares: the shards are summed in another order, and a sum of both signs would differ by that alone.
     def loss(arrays):
         o, state = run("gated_delta_rule", arrays, "xla")
-        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state))
+        return jnp.sum(jnp.sin(o) ** 2) + jnp.sum(jnp.sin(state) ** 2)
 
     def sharded(arrays):
         def local(arrays):
             o, state = run("gated_delta_rule", arrays, implementation, plain=False)
-            return jax.lax.psum(jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(state)), ("b", "h"))
+            return jax.lax.psum(jnp.sum(jnp.sin(o) ** 2) + jnp.sum(jnp.sin(state) ** 2), ("b", "h"))
 
         return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(arrays)
 

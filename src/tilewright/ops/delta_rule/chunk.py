@@ -179,7 +179,7 @@ def _of_head(x: jax.Array, head: int, n: int) -> jax.Array:
 # One gate a head.
 
 
-def _same_run(runs: Runs) -> jax.Array:
+def same_run(runs: Runs) -> jax.Array:
     return runs.column == runs.row  # [C, n C]
 
 
@@ -197,7 +197,7 @@ def _run_masks(runs: Runs, n: int, dtype: Any) -> tuple[jax.Array, jax.Array, ja
 def ungated_decay(mask: Masks, n: int, runs: Runs | None) -> Decay:
     if runs is None:
         return Decay(mask.seen, None, None, None)
-    return Decay(jnp.where(_same_run(runs), mask.seen, 0.0), *_run_masks(runs, n, mask.seen.dtype))
+    return Decay(jnp.where(same_run(runs), mask.seen, 0.0), *_run_masks(runs, n, mask.seen.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -215,7 +215,7 @@ def head_decay(
     c, n = gates.coarse_column.shape
     visible = seen > 0
     if runs is not None:
-        visible = visible & _same_run(runs)
+        visible = visible & same_run(runs)
     seg = (spread(gates.coarse_column, c) - gates.coarse_row) + (spread(gates.fine_column, c) - gates.fine_row)
     pairs = jnp.exp(jnp.where(visible, seg, _NOTHING))
     into = jnp.exp(gates.coarse_column + gates.fine_column)
@@ -394,7 +394,7 @@ def scores(chunk: Chunk, decay: Decay | None, *, scale: float, how: Exactness) -
         assert chunk.g is not None
         of_q, of_k = channel_scores(q, k, chunk.g, chunk.mask, n, how)
         if chunk.runs is not None:
-            same = _same_run(chunk.runs)
+            same = same_run(chunk.runs)
             of_q, of_k = jnp.where(same, of_q, 0.0), jnp.where(same, of_k, 0.0)
     return scale * of_q, spread(chunk.beta, c) * of_k * chunk.mask.before
 

@@ -7,12 +7,13 @@ from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
 _FLOAT32_BYTES = 4
 
 _SMALLEST_CHUNK = 8
-# The work inside a chunk grows with its length, the work of passing the state on falls. CPUs like the former small, and for
-# a gate a channel, which has products of its own for each halving of a chunk, smaller still (kda, T4096, 4 heads of 128,
-# float32, forward+backward, one core of an aarch64: 0.75 s with 16 tokens, 0.95 with 32).
-_CHUNK, _CPU_CHUNK, _CPU_CHANNEL_CHUNK = 64, 32, 16
-# CPUs like smaller blocks too: 256 tokens take 0.42 s where 1,024 take 0.45 (gated_delta_rule, the rest as above).
-_XLA_BLOCK_TOKENS, _CPU_BLOCK_TOKENS = 1024, 256
+# The work inside a chunk grows with its length, the work of passing the state on falls. CPUs like the former smaller:
+# 64 tokens take 1.06 times as long as 32, and 16 take 1.13 (delta_rule, T4096, 4 heads of 128, float32, forward+backward,
+# 2 cores of an aarch64).
+_CHUNK, _CPU_CHUNK = 64, 32
+# On a CPU a program has each chunk of a block: fewer of them compile sooner, and fewer states are made anew. Blocks of 128
+# tokens take 1.04 times as long as 64, and 32 as long with half as much memory again (the same run).
+_XLA_BLOCK_TOKENS, _CPU_BLOCK_TOKENS = 1024, 64
 
 # By the schedules for a v6e: more heads take fewer bundles each, and twice as long to compile (pallas_tpu.py).
 _TPU_BLOCK_CHUNKS = 8
@@ -54,10 +55,10 @@ class XlaConfig:
             )
 
     @staticmethod
-    def for_length(t: int, chip: Chip, *, channel_gate: bool = False) -> "XlaConfig":
+    def for_length(t: int, chip: Chip) -> "XlaConfig":
         largest, tokens = _CHUNK, _XLA_BLOCK_TOKENS
         if chip.platform == "cpu":
-            largest, tokens = _CPU_CHANNEL_CHUNK if channel_gate else _CPU_CHUNK, _CPU_BLOCK_TOKENS
+            largest, tokens = _CPU_CHUNK, _CPU_BLOCK_TOKENS
         chunk = _chunk_for(t, _SMALLEST_CHUNK, largest)
         return XlaConfig(chunk, min(tokens // chunk, -(-t // chunk)))
 

@@ -87,3 +87,11 @@ def multiply(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...], form: Form, how
         pairs = [tuple(jnp.concatenate(side, axis=axis) for side, axis in zip(sides, axes, strict=True))]
     products = [jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32) for x, y in pairs]
     return functools.reduce(jnp.add, products)
+
+
+def times(a: jax.Array, b: jax.Array, form: Form, how: Exactness) -> jax.Array:
+    """Products of the last two axes; differentiable."""
+    product = functools.partial(dot, form=form, how=how)
+    for _ in a.shape[2:]:
+        product = jax.vmap(product)
+    return product(a, b)

@@ -1,16 +1,22 @@
 """The delta rule and its relatives in plain JAX, by chunks: all matrix products, and memory that is linear in T.
 
-The algebra of a chunk is in chunk.py. A block of chunks is worked on at a time: their products all together, then the
-state through them in order. Blocks follow each other in a scan.
+The algebra of a chunk is that of chunk.py, with beta on the side of the keys that are written and compared with: E, the
+errors that tokens correct, takes the place of U = beta E, and the gradient of beta is one sum. A block of chunks is
+worked on at a time: their products all together, then the state through them in order. Blocks follow each other in a scan.
 
-Only what needs the state is inside the scan over chunks, and it is made of plain products a b: what comes transposed is
-turned before. The rest is products of all chunks of a block at once. The backward is written by hand where the state is,
-and is JAX's where it is not (`_ready`).
+Only what needs the state goes from chunk to chunk, and it is made of plain products a b: what comes transposed is turned
+before. The rest is products of all chunks of a block at once. The backward is written by hand where the state is, and is
+JAX's where it is not (`_ready`).
 
 Memory: the forward keeps one state a block for the backward (4 K V bytes for 1,024 tokens and a head), and the inputs. The
 backward goes over the blocks from the last to the first, makes a block's chunks anew, and pulls the gradients through
-them: what it needs beyond the gradients is of one block, whatever T is. On a CPU a block is 256 tokens, and the
-forward keeps U and the inverses too, 4 V and 4 C bytes a token and head: 8 % less time (aarch64, T4096, 4 heads of 128).
+them: what it needs beyond the gradients is of one block, whatever T is. On a CPU a block is 64 tokens, and the
+forward keeps E, the inverses and the scores of q too, 4 V and 8 C bytes a token and head.
+
+CPUs (2 cores of an aarch64 do 62 GFLOP/s in one large product): products of these shapes reach 30 to 56, and XLA
+fuses nothing into them, so each further pass over a chunk's operands counts. What is here against that: chunks of a
+block without a loop (`_apart`), barriers where XLA would make an array again for each that reads it, a gate a channel by
+one product (anchored.py).
 
 Query and key heads are not repeated for groups of value heads: what depends on q and k alone is made once a group.
 
@@ -29,20 +35,22 @@ from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.numerics import accumulator
+from tilewright.ops.delta_rule.anchored import channel_ready
 from tilewright.ops.delta_rule.chunk import (
     LOWEST_GATE,
     Chunk,
     Gates,
     Runs,
     channel_passage,
+    channel_scores,
     coarse_and_fine,
     decay_of,
     inverses,
     masks,
-    scores,
+    same_run,
 )
 from tilewright.ops.delta_rule.config import XlaConfig
-from tilewright.ops.delta_rule.products import Exactness, Form, multiply
+from tilewright.ops.delta_rule.products import Exactness, dot, times
 
 Config = XlaConfig
 
@@ -50,8 +58,8 @@ _SUBSTITUTED = 8  # Rows of the diagonal blocks that a CPU inverts row by row; 4
 
 
 def default_config(chip: Chip, q: Keys, k: Keys, v: Values, g: Gate | None, *rest: Any, scale: float) -> XlaConfig:
-    del k, v, rest, scale
-    return XlaConfig.for_length(q.shape[1], chip, channel_gate=g is not None and g.ndim == 4)
+    del k, v, g, rest, scale
+    return XlaConfig.for_length(q.shape[1], chip)
 
 
 def _exactness(dtype: Any, chip: Chip) -> Exactness:
@@ -99,22 +107,23 @@ def _unchunk(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """A chunk before the state comes: U = (I + L)^-1 (w - e S), o = q S + M U, S' = across S + written^T U."""
+    """A chunk before the state comes.
 
-    q: Any  # [C, K]: scale into q
-    e: Any  # [C, K]: beta into k
-    w: Any  # [C, V]: beta v
-    written: Any  # [C, K]: onward k
+    E = (I + M)^-1 (v - k S), o = q S + N E, S' = across S + written^T E, where q and k are the upper and the lower half of
+    `asked`, and N and M those of `scores`.
+    """
+
+    asked: Any  # [2 C, K]: into q, and below it into k
+    written: Any  # [C, K]: beta onward k
     across: Any  # [1, 1] or [K, 1]; None is 1
-    read: Any  # [C, C]: M
-    erase: Any  # [C, C]: L
+    scores: Any  # [2 C, C]: (q_i . k_j) decay_ij beta_j for i >= j, and below it (k_i . k_j) decay_ij beta_j for i > j
 
 
 jax.tree_util.register_dataclass(_Ready)
 
 
-def _chunk_ready(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any, *, scale: float, how: Exactness) -> _Ready:
-    """A chunk of one head: q and k [C, K], v [C, V], g [C] or [C, K], beta and starts [C]."""
+def _chunk_ready(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, how: Exactness) -> _Ready:
+    """A chunk of one head: q and k [C, K], g [C] or [C, K], beta and starts [C]."""
     made = masks(q.shape[0], 1, np.dtype(q.dtype), channels=g is not None and g.ndim == 2)
     mask = jax.tree.map(jnp.asarray, made)
     runs = gates = None
@@ -132,25 +141,38 @@ def _chunk_ready(q: Any, k: Any, v: Any, g: Any, beta: Any, starts: Any, *, scal
         coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), sums)
         gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
         g = g[None, :]
-    chunk = Chunk(q, k, v, beta[:, None], g, gates, runs, mask)
+    chunk = Chunk(q, k, None, beta[:, None], g, gates, runs, mask)
     decay = decay_of(chunk, how)
-    read, erase = scores(chunk, decay, scale=scale, how=how)
-    asking, erasing, written, across = q, k, k, None
+    # The barrier: laid out once, and not again for each product that reads it.
+    asked, written, across = jax.lax.optimization_barrier(jnp.concatenate([q, k], axis=0)), beta[:, None] * k, None
     if decay is None:
-        asking, erasing, written, (across,) = channel_passage(chunk, 1, 1, how)
-    elif decay.into is not None:
-        asking, erasing, written, across = decay.into * q, decay.into * k, decay.onward * k, decay.across
-    return _Ready(scale * asking, chunk.beta * erasing, chunk.beta * v, written, across, read, erase)
+        assert g is not None
+        of_q, of_k = channel_scores(q, k, g, mask, 1, how)
+        scores = jnp.concatenate([of_q, of_k], axis=0)  # [2 C, C]
+        if runs is not None:
+            scores = jnp.where(jnp.concatenate([same_run(runs)] * 2, axis=0), scores, 0.0)
+        scores = scores * beta[None, :]
+        into_q, into_k, onward_k, (across,) = channel_passage(chunk, 1, 1, how)
+        asked, written = jnp.concatenate([into_q, into_k], axis=0), beta[:, None] * onward_k
+    else:
+        pairs = jnp.concatenate([decay.pairs, decay.pairs * mask.before], axis=0)
+        scores = dot(asked, written, "nt", how) * pairs  # [2 C, C]
+        if decay.into is not None:
+            asked = jnp.concatenate([decay.into] * 2, axis=0) * asked
+            written, across = decay.onward * written, decay.across
+    return _Ready(asked, written, across, scores)
 
 
-def _ready(tokens: Any, starts: Any, *, scale: float, chunk: int, how: Exactness) -> _Ready:
+def _ready(tokens: Any, starts: Any, *, chunk: int, how: Exactness) -> _Ready:
     """All chunks of a block, from [B, tokens, heads, ...]: leading axes [chunks, B, H, G]."""
-    q, k, v, g, beta = tokens
-    h, wide = q.shape[2], accumulator(v.dtype)
-    one = functools.partial(_chunk_ready, scale=scale, how=how)
+    q, k, g, beta = tokens
+    h, wide = q.shape[2], accumulator(q.dtype)
+    if g is not None and g.ndim == 4 and how is Exactness.ON_CPU:
+        return _channel_ready_on_cpu(tokens, starts, chunk=chunk)
+    one = functools.partial(_chunk_ready, how=how)
     # Groups innermost: what does not depend on the group is not made again for it.
-    over_groups = jax.vmap(one, in_axes=(None, None, 0, 0, 0, None))
-    over_heads = jax.vmap(over_groups, in_axes=(0, 0, 0, 0, 0, None))
+    over_groups = jax.vmap(one, in_axes=(None, None, 0, 0, None))
+    over_heads = jax.vmap(over_groups, in_axes=(0, 0, 0, 0, None))
     over_chunks = jax.vmap(jax.vmap(over_heads))
 
     def chunks(x: jax.Array, heads: int) -> jax.Array:
@@ -159,19 +181,29 @@ def _ready(tokens: Any, starts: Any, *, scale: float, chunk: int, how: Exactness
     return over_chunks(
         chunks(q, h)[:, :, :, 0].astype(wide),
         chunks(k, h)[:, :, :, 0].astype(wide),
-        chunks(v, h).astype(wide),
         None if g is None else chunks(g, h),
         chunks(beta, h),
         None if starts is None else chunks(starts[:, :, None], 1)[:, :, 0, 0],
     )
 
 
-def _times(a: jax.Array, b: jax.Array, form: Form, how: Exactness) -> jax.Array:
-    """Products of the last two axes."""
-    product = functools.partial(multiply, form=form, how=how)
-    for _ in a.shape[2:]:
-        product = jax.vmap(product)
-    return product((a,), (b,))
+def _channel_ready_on_cpu(tokens: Any, starts: Any, *, chunk: int) -> _Ready:
+    """`_ready` for a gate a channel: all chunks at once, so that it is one question whether any needs to be halved."""
+    q, k, g, beta = tokens
+    h, wide = q.shape[2], accumulator(q.dtype)
+    q, k = _chunks(q, h, chunk).astype(wide), _chunks(k, h, chunk).astype(wide)
+    g = jnp.maximum(_chunks(g, h, chunk), LOWEST_GATE)
+    mask = jax.tree.map(jnp.asarray, masks(chunk, 1, np.dtype(wide), channels=True))
+    asked, written, across, scores = channel_ready(q, k, g, _chunks(beta, h, chunk), mask, Exactness.ON_CPU)
+    if starts is not None:
+        count = jnp.cumsum(_chunks(starts[:, :, None], 1, chunk), axis=-1, dtype=jnp.int32)  # [chunks, B, 1, 1, C]
+        column, row = count[..., None], count[..., None, :]
+        last = column[..., chunk - 1 :, :]  # [1, 1]
+        asked = jnp.where(jnp.concatenate([column == 0] * 2, axis=-2), asked, 0.0)
+        written = jnp.where(column == last, written, 0.0)
+        across = jnp.where(last == 0, across, 0.0)
+        scores = jnp.where(jnp.concatenate([column == row] * 2, axis=-2), scores, 0.0)
+    return _Ready(asked, written, across, scores)
 
 
 def _transposed(x: jax.Array) -> jax.Array:
@@ -191,7 +223,7 @@ def _inverse(lower: jax.Array, how: Exactness) -> jax.Array:
         return _substituted(lower)
     half = c // 2
     first, second = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]), how)
-    below = _times(second, _times(lower[..., half:, :half], first, "nn", how), "nn", how)
+    below = times(second, times(lower[..., half:, :half], first, "nn", how), "nn", how)
     return jnp.block([[first, jnp.zeros_like(first)], [-below, second]])
 
 
@@ -214,60 +246,101 @@ def _kept(across: Any, state: jax.Array) -> jax.Array:
     return state if across is None else across * state
 
 
-def _pass_on(state: jax.Array, ready: _Ready, inverted: jax.Array, how: Exactness) -> tuple[jax.Array, Any, Any]:
-    """The state [B, H, G, K, V] through the chunks: after them, before each, and U of each."""
+def _pass_on(
+    state: jax.Array, ready: _Ready, inverted: jax.Array, v: jax.Array, how: Exactness
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The state [B, H, G, K, V] after the chunks; q S and E of each."""
+    c = v.shape[-2]
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        e, w, written, across, inverted = chunk
-        u = _times(inverted, w - _times(e, state, "nn", how), "nn", how)  # [C, V]
-        return _kept(across, state) + _times(written, u, "nn", how), (state, u)
+        asked, written, across, inverted, v = chunk
+        found = times(asked, state, "nn", how)  # [2 C, V]
+        error = times(inverted, v - found[..., c:, :], "nn", how)  # [C, V]
+        return _kept(across, state) + times(written, error, "nn", how), (found[..., :c, :], error)
 
     # What is multiplied transposed is turned before, all chunks at once.
-    chunks = (ready.e, ready.w, _transposed(ready.written), ready.across, inverted)
-    after, (states, u) = jax.lax.scan(step, state, chunks)
-    return after, states, u
+    chunks = _apart((ready.asked, _transposed(ready.written), ready.across, inverted, v), how)
+    after, found = _scan(step, state, chunks, how)
+    of_q, errors = _together(found, how)
+    return after, of_q, errors
 
 
-def _states(state: jax.Array, ready: _Ready, u: jax.Array, how: Exactness) -> jax.Array:
-    """The states before each chunk, where U is known."""
+def _states(state: jax.Array, ready: _Ready, errors: jax.Array, how: Exactness) -> Any:
+    """The states before each chunk, where E is known."""
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-        written, across, u = chunk
-        return _kept(across, state) + _times(written, u, "nn", how), state
+        written, across, error = chunk
+        return _kept(across, state) + times(written, error, "nn", how), state
 
-    return jax.lax.scan(step, state, (_transposed(ready.written), ready.across, u))[1]
+    return _scan(step, state, _apart((_transposed(ready.written), ready.across, errors), how), how)[1]
 
 
 def _pull_back(
     ready: _Ready,
     inverted: jax.Array,
-    states: jax.Array,
-    u: jax.Array,
+    read: jax.Array,
+    states: Any,
+    errors: jax.Array,
     d_after: jax.Array,
     d_o: jax.Array,
     how: Exactness,
-) -> tuple[jax.Array, _Ready]:
-    """The gradients of the state before the chunks, and of the chunks; d_o [chunks, B, H, G, C, V]."""
+) -> tuple[jax.Array, jax.Array, _Ready]:
+    """The gradients of the state before the chunks, of v, and of the chunks; d_o [chunks, B, H, G, C, V]."""
+    c = d_o.shape[-2]
 
     def step(d_after: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        asked, written, across, inverted, d_o, d_u = chunk
-        d_w = _times(inverted, d_u + _times(written, d_after, "nn", how), "nn", how)  # [C, V]
-        both = jnp.concatenate([d_o, -d_w], axis=-2)
-        return _kept(across, d_after) + _times(asked, both, "nn", how), (d_after, d_w)
+        asked, written, across, inverted, d_o, d_error = chunk
+        d_v = times(inverted, d_error + times(written, d_after, "nn", how), "nn", how)  # [C, V]
+        both = jnp.concatenate([d_o, -d_v], axis=-2)
+        return _kept(across, d_after) + times(asked, both, "nn", how), (d_after, both)
 
-    asked = _transposed(jnp.concatenate([ready.q, ready.e], axis=-2))  # [K, 2 C]
-    d_u = _times(ready.read, d_o, "tn", how)  # [C, V]: what comes from the chunk's own outputs.
-    chunks = (asked, ready.written, ready.across, _transposed(inverted), d_o, d_u)
-    d_state, (d_afters, d_w) = jax.lax.scan(step, d_after, chunks, reverse=True)
-    both = jnp.concatenate([d_o, -d_w], axis=-2)  # [2 C, V]
-    d_q, d_e = jnp.split(_times(both, states, "nt", how), 2, axis=-2)  # [C, K]
-    d_read, d_erase = jnp.split(_times(both, u, "nt", how), 2, axis=-2)  # [C, C]
-    d_written = _times(u, d_afters, "nt", how)  # [C, K]
-    d_across = None
-    if ready.across is not None:
-        alike = tuple(axis for axis in (-2, -1) if ready.across.shape[axis] == 1)
-        d_across = jnp.sum(states * d_afters, axis=alike, keepdims=True)
-    return d_state, _Ready(d_q, d_e, d_w, d_written, d_across, d_read, d_erase)
+    def with_states(pulled: Any, state: jax.Array, chunk: Any) -> Any:
+        (d_after, both), (error, across) = pulled, chunk
+        d_across = None
+        if across is not None:
+            alike = tuple(axis for axis in (-2, -1) if across.shape[axis] == 1)
+            d_across = jnp.sum(state * d_after, axis=alike, keepdims=True)
+        d_asked = times(both, state, "nt", how)  # [2 C, K]
+        d_written = times(error, d_after, "nt", how)  # [C, K]
+        d_scores = times(both, error, "nt", how)  # [2 C, C]
+        return -both[..., c:, :], _Ready(d_asked, d_written, d_across, d_scores)
+
+    d_error = times(read, d_o, "tn", how)  # [C, V]: what comes from the chunk's own outputs.
+    chunks = (_transposed(ready.asked), ready.written, ready.across, _transposed(inverted), d_o, d_error)
+    d_state, pulled = _scan(step, d_after, _apart(chunks, how), how, reverse=True)
+    of_states = _each(with_states, how, pulled, states, _apart((errors, ready.across), how))
+    return d_state, *_together(of_states, how)
+
+
+# Chunks that the state goes through. On a CPU they are a list, and the program has each of them: a loop's carry is copied
+# in every round, and what is stacked over the chunks once more. Elsewhere they are stacked.
+
+
+def _apart(stacked: Any, how: Exactness) -> Any:
+    if how is not Exactness.ON_CPU:
+        return stacked
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)]
+
+
+def _together(chunks: Any, how: Exactness) -> Any:
+    return chunks if how is not Exactness.ON_CPU else jax.tree.map(lambda *x: jnp.stack(x), *chunks)
+
+
+def _each(function: Any, how: Exactness, *chunks: Any) -> Any:
+    return (
+        function(*chunks) if how is not Exactness.ON_CPU else [function(*chunk) for chunk in zip(*chunks, strict=True)]
+    )
+
+
+def _scan(step: Any, state: jax.Array, chunks: Any, how: Exactness, reverse: bool = False) -> tuple[jax.Array, Any]:
+    if how is not Exactness.ON_CPU:
+        return jax.lax.scan(step, state, chunks, reverse=reverse)
+    results = []
+    for chunk in reversed(chunks) if reverse else chunks:
+        state, result = jax.lax.optimization_barrier(step(state, chunk))
+        results.append(result)
+    return state, results[::-1] if reverse else results
 
 
 def _in_blocks(tokens: Any, config: XlaConfig) -> Any:
@@ -294,14 +367,21 @@ def _forward(
     hv, width = v.shape[2:]
     how = _exactness(v.dtype, launch.chip)
 
-    def step(state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
-        ready = _ready(*block, scale=scale, chunk=launch.config.chunk, how=how)
-        inverted = _inverse(ready.erase, how)
-        after, states, u = _pass_on(state, ready, inverted, how)
-        o = _times(ready.q, states, "nn", how) + _times(ready.read, u, "nn", how)
-        return after, (_unchunk(o.astype(v.dtype)), state, (inverted, u) if how is Exactness.ON_CPU else None)
+    chunk = launch.config.chunk
 
-    blocks = _in_blocks(((q, k, v, g, beta), resets), launch.config)
+    def step(state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+        tokens, values, starts = block
+        ready = _ready(tokens, starts, chunk=chunk, how=how)
+        inverted = _inverse(ready.scores[..., chunk:, :], how)
+        after, of_q, errors = _pass_on(state, ready, inverted, _chunks(values, h, chunk).astype(state.dtype), how)
+        o = scale * (of_q + times(ready.scores[..., :chunk, :], errors, "nn", how))
+        return after, (
+            _unchunk(o.astype(v.dtype)),
+            state,
+            (inverted, errors, ready.scores[..., :chunk, :]) if how is Exactness.ON_CPU else None,
+        )
+
+    blocks = _in_blocks(((q, k, g, beta), v, resets), launch.config)
     state, (o, states, solved) = jax.lax.scan(step, initial_state.reshape(b, h, hv // h, depth, width), blocks)
     results = _unblock(o)[:, :t], state.reshape(b, hv, depth, width)
     return results, (q, k, v, g, beta, initial_state, resets, states, solved)
@@ -312,25 +392,26 @@ def backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple
     q, k, v, g, beta, initial_state, resets, states, solved = saved
     d_o, d_state = cotangents
     how = _exactness(v.dtype, launch.chip)
-    chunk = launch.config.chunk
+    chunk, h = launch.config.chunk, q.shape[2]
 
     def step(d_after: jax.Array, block: Any) -> tuple[jax.Array, Any]:
-        state, solved, tokens, starts, d_o = block
-        ready, pull = jax.vjp(lambda tokens: _ready(tokens, starts, scale=scale, chunk=chunk, how=how), tokens)
+        state, solved, tokens, values, starts, d_o = block
+        ready, pull = jax.vjp(lambda tokens: _ready(tokens, starts, chunk=chunk, how=how), tokens)
         if solved is None:
-            inverted = _inverse(ready.erase, how)
-            _, states, u = _pass_on(state, ready, inverted, how)
+            inverted = _inverse(ready.scores[..., chunk:, :], how)
+            values = _chunks(values, h, chunk).astype(state.dtype)
+            errors, read = _pass_on(state, ready, inverted, values, how)[2], ready.scores[..., :chunk, :]
         else:
-            inverted, u = solved
-            states = _states(state, ready, u, how)
-        d_o = _chunks(d_o, q.shape[2], chunk).astype(state.dtype)
-        d_state, d_ready = _pull_back(ready, inverted, states, u, d_after, d_o, how)
-        return d_state, pull(d_ready)[0]
+            inverted, errors, read = solved
+        states = _states(state, ready, errors, how)
+        d_o = scale * _chunks(d_o, h, chunk).astype(state.dtype)
+        d_state, d_v, d_ready = _pull_back(ready, inverted, read, states, errors, d_after, d_o, how)
+        return d_state, (*pull(d_ready)[0], _unchunk(d_v.astype(v.dtype)))
 
-    blocks = _in_blocks(((q, k, v, g, beta), resets, d_o), launch.config)
+    blocks = _in_blocks(((q, k, g, beta), None if solved is not None else v, resets, d_o), launch.config)
     d_state, gradients = jax.lax.scan(step, d_state.reshape(states.shape[1:]), (states, solved, *blocks), reverse=True)
-    gradients = jax.tree.map(lambda d: _unblock(d)[:, : q.shape[1]], gradients)
-    return *gradients, d_state.reshape(initial_state.shape), None
+    d_q, d_k, d_g, d_beta, d_v = jax.tree.map(lambda d: _unblock(d)[:, : q.shape[1]], gradients)
+    return d_q, d_k, d_v, d_g, d_beta, d_state.reshape(initial_state.shape), None
 
 
 _chunked.defvjp(_forward, backward)

@@ -37,8 +37,8 @@ weights kept as bfloat16 only, 1.81; and with dv before the gradients of logits,
 given back too early: dv before the gradients of logits, 1.75; dk from registers instead of shared memory, 1.87; 232
 registers instead of 240, 1.71; dq of a step made in the next one, so that the warpgroups need not meet, 2.62 (it spills 800
 bytes, where 192 are spilled as it is).
-At T32768, beside 31.3 ms with the forward: no barriers around stores, 32.3; and with addresses of tiles made anew in each step
-(140 bytes are spilled), 32.0. Such addresses with barriers, beside 31.9: 32.5.
+At T32768, beside 31.3 ms with the forward: no barriers around stores, 32.3; and with addresses of tiles made anew in each
+step (140 bytes are spilled), 32.0. Such addresses with barriers, beside 31.9: 32.5.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ to run in it as well add through `Accumulator`, which is a plain value there.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +56,12 @@ def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def tile(*shape: int, dtype: Any) -> Any:
-    """Shared memory for operands of the matrix unit, [..., rows, columns]."""
-    columns = _SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    """Shared memory for operands of the matrix unit, [..., rows, columns]; the columns are a multiple of 32 bytes."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(_SWIZZLE_BYTES, shape[-1] * itemsize)
     transforms = (
-        plgpu.TilingTransform((8, columns)),  # type: ignore[abstract]
-        plgpu.SwizzleTransform(_SWIZZLE_BYTES),  # type: ignore[abstract]
+        plgpu.TilingTransform((8, swizzle // itemsize)),  # type: ignore[abstract]
+        plgpu.SwizzleTransform(swizzle),  # type: ignore[abstract]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

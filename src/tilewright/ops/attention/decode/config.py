@@ -58,12 +58,14 @@ class PallasTpuConfig:
 # On Hopper a product of the matrix unit has 64 rows, and two blocks share a multiprocessor.
 GPU_ROWS = 64
 GPU_WIDEST = 256
-_GPU_BLOCKS = (64, 128, 192, 256)
+_GPU_BLOCKS = (64, 128)
+_GPU_WIDEST_IN_REGISTERS = 128  # Of queries, beside the sums of values.
 _GPU_SIDE_BY_SIDE = 2
 _GPU_MOST_STAGES = 8
 _GPU_MOST_SPLITS = 128
 _BFLOAT16_BYTES = 2
-_GPU_SMEM_SLACK = 2048  # Statistics, barriers, and what the compiler aligns.
+_GPU_SMEM_SLACK = 4096  # Statistics, barriers, room for sums across warps, and what the compiler aligns.
+_GPU_SMEM_A_BLOCK = 1024  # What a multiprocessor keeps for itself, for each of its blocks.
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,14 @@ class PallasGpuConfig:
         if not isinstance(self.splits, int) or not 1 <= self.splits <= _GPU_MOST_SPLITS:
             raise ValueError(f"splits={self.splits!r} must be from 1 to {_GPU_MOST_SPLITS}; use 1")
 
+    def holds_queries(self, d: int) -> bool:
+        """Whether the registers have room for the queries; else they have a tile of their own in shared memory."""
+        return self.block_k == GPU_ROWS and d <= _GPU_WIDEST_IN_REGISTERS
+
     def smem_bytes(self, d: int, dv: int) -> int:
         """An estimate of the shared memory of a thread block."""
-        return (GPU_ROWS * d + self.stages * self.block_k * (d + dv)) * _BFLOAT16_BYTES + _GPU_SMEM_SLACK
+        queries = 0 if self.holds_queries(d) else GPU_ROWS * d
+        return (queries + self.stages * self.block_k * (d + dv)) * _BFLOAT16_BYTES + _GPU_SMEM_SLACK
 
     @staticmethod
     def for_shape(chip: Chip, room: int, items: int, d: int, dv: int) -> "PallasGpuConfig":
@@ -99,12 +106,12 @@ class PallasGpuConfig:
         Splits are the fewest that keep nine tenths of the GPU busy to the end, or come closest to it.
         """
         block_k = _GPU_BLOCKS[0]
-        smem = chip.smem_bytes or 227 * 1024
-        empty, one = PallasGpuConfig(block_k, 2, 1), block_k * (d + dv) * _BFLOAT16_BYTES
-        two_stages = empty.smem_bytes(d, dv)
-        side_by_side = _GPU_SIDE_BY_SIDE if _GPU_SIDE_BY_SIDE * two_stages <= smem else 1
-        stages = 2 + max(0, smem // side_by_side - two_stages) // one
-        slots = (chip.multiprocessors or 132) * side_by_side
+        smem, multiprocessors = chip.smem_bytes or 227 * 1024, chip.multiprocessors or 132
+        two_stages, stage = PallasGpuConfig(block_k, 2, 1).smem_bytes(d, dv), block_k * (d + dv) * _BFLOAT16_BYTES
+        shared = (smem + _GPU_SMEM_A_BLOCK) // _GPU_SIDE_BY_SIDE - _GPU_SMEM_A_BLOCK
+        alone = two_stages > shared
+        stages = 2 + max(0, (smem if alone else shared) - two_stages) // stage
+        slots = multiprocessors * (1 if alone else _GPU_SIDE_BY_SIDE)
         blocks = -(-room // block_k)
 
         def busy(splits: int) -> float:

@@ -24,8 +24,8 @@ Numerics: logits, statistics and accumulators in float32. Weights are rounded to
 flash_attention. A part's sums leave as their bfloat16 and the rest, 16 bits. The gradient is that of the xla version:
 decoding is not trained through. Results are the same from run to run.
 
-Limits: Hopper only. bfloat16 only. D and Dv up to 256; what is not a multiple of 16 is padded, which copies the cache, as is a
-cache with room for less than a block. Pages of 8 keys or more that divide 64, or are a multiple of it.
+Limits: Hopper only. bfloat16 only. D and Dv up to 256; what is not a multiple of 16 is padded, which copies the cache, as
+is a cache with room for less than a block. Pages of 8 keys or more that divide 64, or are a multiple of it.
 """
 
 import functools
@@ -146,7 +146,13 @@ class _Rows:
 
 
 def _decode_kernel(
-    *refs: Any, rows: _Rows, config: PallasGpuConfig, window: int | None, settings: Settings, paged: bool, interpreted: bool
+    *refs: Any,
+    rows: _Rows,
+    config: PallasGpuConfig,
+    window: int | None,
+    settings: Settings,
+    paged: bool,
+    interpreted: bool,
 ):
     # inputs
     q_ref, k_ref, v_ref, lengths_ref = refs[:4]  # [B, rows, D], [B, S, KV, D], [B, S, KV, Dv] (or pools of pages), [B]
@@ -193,12 +199,19 @@ def _decode_kernel(
                 source = ref.at[page, pl.ds(offset, piece), kv]
                 plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(part * piece, piece)], arrived.at[slot])
 
-    valid = pl.ds(0, rows.tile_rows)
-    queries = q_ref.at[b, pl.ds(rows.first(kv, n_tile, jnp.minimum), rows.tile_rows)]
-    plgpu.copy_gmem_to_smem(queries, q_smem.at[valid], q_arrived)
-    for n in range(stages):
+    # The queries come through the last tile of the ring, and stay in registers: so that two blocks fit a multiprocessor.
+    valid, last = pl.ds(0, rows.tile_rows), stages - 1
+    q_tile = k_smem.at[last] if q_smem is None else q_smem  # [GPU_ROWS, D]
+    own_rows = pl.ds(rows.first(kv, n_tile, jnp.minimum), rows.tile_rows)
+    plgpu.copy_gmem_to_smem(q_ref.at[b, own_rows], q_tile.at[valid], q_arrived)
+    for n in range(last):
         pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
     plgpu.barrier_wait(q_arrived)
+    queries = q_tile
+    if q_smem is None:
+        queries = plgpu.load(q_tile, layout=_WGMMA)
+        plgpu.commit_smem()
+    pl.when(last < mine)(functools.partial(fetch, jnp.int32(last)))
 
     row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_WGMMA) for axis in (0, 1))
     position = length - 1
@@ -212,7 +225,7 @@ def _decode_kernel(
         start = start_of(block)
         keys, values = k_smem.at[slot], v_smem.at[slot]
         plgpu.barrier_wait(k_arrived.at[slot])
-        logits = product(shape, lambda sum_: sum_.add(q_smem, keys.transpose((1, 0))), interpreted=interpreted)
+        logits = product(shape, lambda sum_: sum_.add(queries, keys.transpose((1, 0))), interpreted=interpreted)
         logits, factor, _ = scaled_logits(logits, settings)
         key = column + start
         keep = key <= position
@@ -241,9 +254,7 @@ def _decode_kernel(
         return acc, new_highest, total
 
     per_row = _WGMMA.reduce(1)
-    highest, total = (
-        plgpu.layout_cast(jnp.full((GPU_ROWS,), value, jnp.float32), per_row) for value in (LOWEST, 0.0)
-    )
+    highest, total = (plgpu.layout_cast(jnp.full((GPU_ROWS,), value, jnp.float32), per_row) for value in (LOWEST, 0.0))
     acc = plgpu.layout_cast(jnp.zeros((GPU_ROWS, width), jnp.float32), _WGMMA)
     acc, highest, total = lax.fori_loop(0, mine, step, (acc, highest, total))
 
@@ -267,8 +278,8 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     lengths: jax.Array,
-    page_table: jax.Array | None,
     *,
+    page_table: jax.Array | None,
     window: int | None,
     settings: Settings,
     launch: Launch,
@@ -301,7 +312,7 @@ def _forward(
         grid=(b * config.splits * kv * rows.tiles,),
         grid_names=("work",),
         scratch_types=(
-            tile(GPU_ROWS, d, dtype=dtype),
+            None if config.holds_queries(d) else tile(GPU_ROWS, d, dtype=dtype),
             tile(config.stages, config.block_k, d, dtype=dtype),
             tile(config.stages, config.block_k, d_v, dtype=dtype),
             plgpu.SMEM((2, GPU_ROWS), jnp.float32),
@@ -309,9 +320,7 @@ def _forward(
             arrived,
             arrived,
         ),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=gpu_interpret_params(launch.interpret),
         kernel_name="decode_attention",
     )(rows.laid_out(q), k, v, lengths, *([page_table] if paged else []))
@@ -356,9 +365,9 @@ def _attend(
     settings = Settings(None, scale, soft_cap, 0)
     run = functools.partial(_forward, window=window, settings=settings, launch=launch)
     if page_table is None:
-        sums, highest, total = folded(lambda *arrays: run(*arrays, None), q, k, v, lengths)
+        sums, highest, total = folded(functools.partial(run, page_table=None), q, k, v, lengths)
     else:
-        sums, highest, total = run(q, k, v, lengths, page_table)
+        sums, highest, total = run(q, k, v, lengths, page_table=page_table)
     return _combined(sums, highest, total, sinks, q.dtype)
 
 

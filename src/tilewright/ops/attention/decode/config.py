@@ -59,13 +59,18 @@ class PallasTpuConfig:
 GPU_ROWS = 64
 GPU_WIDEST = 256
 _GPU_BLOCKS = (64, 128)
-_GPU_WIDEST_IN_REGISTERS = 128  # Of queries, beside the sums of values.
+_GPU_EIGHT = 8  # Rows that a tile in shared memory is made of.
 _GPU_SIDE_BY_SIDE = 2
 _GPU_MOST_STAGES = 8
 _GPU_MOST_SPLITS = 128
 _BFLOAT16_BYTES = 2
 _GPU_SMEM_SLACK = 4096  # Statistics, barriers, room for sums across warps, and what the compiler aligns.
 _GPU_SMEM_A_BLOCK = 1024  # What a multiprocessor keeps for itself, for each of its blocks.
+
+
+def gpu_tile_rows(rows: int) -> int:
+    """Rows that the queries of a sequence and key head have in shared memory, for so many of them."""
+    return min(GPU_ROWS, -(-rows // _GPU_EIGHT) * _GPU_EIGHT)
 
 
 @dataclass(frozen=True)
@@ -90,24 +95,19 @@ class PallasGpuConfig:
         if not isinstance(self.splits, int) or not 1 <= self.splits <= _GPU_MOST_SPLITS:
             raise ValueError(f"splits={self.splits!r} must be from 1 to {_GPU_MOST_SPLITS}; use 1")
 
-    def holds_queries(self, d: int) -> bool:
-        """Whether the registers have room for the queries; else they have a tile of their own in shared memory."""
-        return self.block_k == GPU_ROWS and d <= _GPU_WIDEST_IN_REGISTERS
-
-    def smem_bytes(self, d: int, dv: int) -> int:
-        """An estimate of the shared memory of a thread block."""
-        queries = 0 if self.holds_queries(d) else GPU_ROWS * d
-        return (queries + self.stages * self.block_k * (d + dv)) * _BFLOAT16_BYTES + _GPU_SMEM_SLACK
+    def smem_bytes(self, d: int, dv: int, rows: int) -> int:
+        """An estimate of the shared memory of a thread block, for so many queries of a sequence and key head."""
+        return (gpu_tile_rows(rows) * d + self.stages * self.block_k * (d + dv)) * _BFLOAT16_BYTES + _GPU_SMEM_SLACK
 
     @staticmethod
-    def for_shape(chip: Chip, room: int, items: int, d: int, dv: int) -> "PallasGpuConfig":
+    def for_shape(chip: Chip, room: int, items: int, d: int, dv: int, rows: int) -> "PallasGpuConfig":
         """For `items` pairs of a sequence and a key head: as many stages as let two blocks share a multiprocessor.
 
         Splits are the fewest that keep nine tenths of the GPU busy to the end, or come closest to it.
         """
         block_k = _GPU_BLOCKS[0]
         smem, multiprocessors = chip.smem_bytes or 227 * 1024, chip.multiprocessors or 132
-        two_stages, stage = PallasGpuConfig(block_k, 2, 1).smem_bytes(d, dv), block_k * (d + dv) * _BFLOAT16_BYTES
+        two_stages, stage = PallasGpuConfig(block_k, 2, 1).smem_bytes(d, dv, rows), block_k * (d + dv) * _BFLOAT16_BYTES
         shared = (smem + _GPU_SMEM_A_BLOCK) // _GPU_SIDE_BY_SIDE - _GPU_SMEM_A_BLOCK
         alone = two_stages > shared
         stages = 2 + max(0, (smem if alone else shared) - two_stages) // stage

@@ -8,10 +8,14 @@ Floor: the keys and values that are attended to, read once; the rest is small. 2
 bfloat16: at the 4.2 TB/s that an H200 copies with, 128 us for B16 KV8 S8192 D128. Here they are read once, in whole blocks.
 
 Blocking: a thread block of one warpgroup for a sequence, a key head and one of `splits` parts of its keys. The queries of
-the group, and the few tokens, are the rows of one tile of 64 (the least that the matrix unit takes; the others are not
-computed with further, whatever they hold). Blocks of 64 keys and values are copied into a ring in shared memory by the
-warpgroup itself; it needs no second one, since the products and the softmax of a block take half the time of its copy.
-Thread blocks beside each other take the key heads of the same tokens, which lie beside each other in memory.
+the group, and the few tokens, are the last rows of a tile of 64, the least that the matrix unit takes. The rows before them
+are the end of the keys' ring, whatever it holds: what comes of them is dropped. Blocks of 64 keys and values are copied
+into that ring in shared memory by the warpgroup itself; it needs no second one, since the products and the softmax of a
+block take half the time of its copy. Thread blocks beside each other take the key heads of the same tokens, which lie
+beside each other in memory.
+
+Queries that stay in registers were right with D of 80 and 128 and wrong with 64: CUDA 13.0's assembler takes what fills the
+matrix unit's registers out of the loop, and has the weights overwrite them there. That of 13.4 does not.
 
 A part ends in sums that are not divided yet, their maximum and their total, of the true rows alone. What puts the parts
 together is one fusion of XLA behind the kernel, in a fixed order; it also adds sinks and drops rows that pad. So a call is
@@ -29,6 +33,7 @@ is a cache with room for less than a block. Pages of 8 keys or more that divide 
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -45,7 +50,7 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import accumulate, padded, product, quotient, refusal, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
-from tilewright.ops.attention.decode.config import GPU_ROWS, GPU_WIDEST, PallasGpuConfig
+from tilewright.ops.attention.decode.config import GPU_ROWS, GPU_WIDEST, PallasGpuConfig, gpu_tile_rows
 from tilewright.ops.attention.decode.xla import paged_attention_xla
 from tilewright.ops.attention.gpu_tiles import LOG2_E, LOWEST, MASKED, scaled_logits
 from tilewright.ops.attention.gradient import Settings
@@ -57,6 +62,7 @@ _WGMMA = plgpu.Layout.WGMMA
 _LEAST_WIDTH = 16  # Of a head: the matrix unit's step.
 _EIGHT = 8  # Rows of shared memory that a copy may begin at.
 _HALVES = 2
+_PIECE = 128  # Value channels that are cleaned at a time.
 
 
 def _room(k: Any, page_table: Any) -> int:
@@ -75,7 +81,7 @@ def default_config(
     room = _room(k, page_table)
     window = options["window"]
     reach = room if window is None else min(room, window + t)
-    return PallasGpuConfig.for_shape(chip, reach, b * kv * _tiles(t, h // kv), d, v.shape[3])
+    return PallasGpuConfig.for_shape(chip, reach, b * kv * _tiles(t, h // kv), d, v.shape[3], t * (h // kv))
 
 
 def unsupported_reason(
@@ -86,6 +92,7 @@ def unsupported_reason(
     if (reason := refusal(chip, q)) is not None:
         return reason
     d, dv = q.shape[3], v.shape[3]
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
     if max(d, dv) > GPU_WIDEST:
         return f"D={d} and Dv={dv} must be {GPU_WIDEST} at most (registers of a warpgroup); use implementation='xla'"
     if k.shape[1] == 0:
@@ -99,7 +106,7 @@ def unsupported_reason(
             )
         if page_table.shape[1] == 0:
             return "a page table without pages leaves nothing to copy; use implementation='xla'"
-    if chip.smem_bytes is not None and (needed := config.smem_bytes(d, dv)) > chip.smem_bytes:
+    if chip.smem_bytes is not None and (needed := config.smem_bytes(d, dv, rows)) > chip.smem_bytes:
         return (
             f"it needs about {needed // 1024} KiB of shared memory for D={d} and Dv={dv} with {config}, and a block of a "
             f"{chip.name} has {chip.smem_bytes // 1024}; use fewer stages or a smaller block_k, or implementation='xla'"
@@ -110,7 +117,9 @@ def unsupported_reason(
 class _Rows:
     """Where the rows of each key head lie: its group's heads for one token, or tokens times heads, padded.
 
-    A tile begins at a head's own rows, or earlier where the array ends: then it begins with rows of other heads.
+    Copies see rows in eights: what begins inside of one ends with it, and what lies past the last whole one is not seen. So
+    the rows of one token stay in place only where no group crosses from one eight to the next. A tile begins at a head's
+    own rows, or earlier where the array ends: then it begins with rows of other heads.
     """
 
     def __init__(self, tokens: int, heads: int, kv: int):
@@ -118,17 +127,18 @@ class _Rows:
         self.group = heads // kv
         count = tokens * self.group
         self.tiles = _tiles(tokens, self.group)
-        self.tile_rows = min(GPU_ROWS, -(-count // _EIGHT) * _EIGHT)
-        self.stride = count if tokens == 1 else self.tiles * self.tile_rows
-        self.total = max(self.kv * self.stride, self.tile_rows)
+        self.tile_rows = gpu_tile_rows(count)
+        self.in_place = tokens == 1 and (self.group % _EIGHT == 0 or _EIGHT % self.group == 0)
+        self.stride = count if self.in_place else self.tiles * self.tile_rows
+        self.total = max(-(-self.kv * self.stride // _EIGHT) * _EIGHT, self.tile_rows)
 
     def first(self, kv: Any, n: Any, minimum: Any = min) -> Any:
         return minimum(kv * self.stride + n * GPU_ROWS, self.total - self.tile_rows)
 
     def laid_out(self, q: jax.Array) -> jax.Array:
-        """[B, T, H, D] as [B, total, D]; one token's heads are in place already."""
+        """[B, T, H, D] as [B, total, D]."""
         b, t, _, d = q.shape
-        if t > 1:
+        if not self.in_place:
             q = q.reshape(b, t, self.kv, self.group, d).transpose(0, 2, 1, 3, 4).reshape(b, self.kv, -1, d)
             q = padded(q, 2, self.stride)
         q = q.reshape(b, -1, d)
@@ -160,10 +170,12 @@ def _decode_kernel(
     # outputs: the sums' halves [B, KV, tiles, splits, 2, tile_rows, Dv], their max and total [..., 2, tile_rows]
     sums_ref, statistics_ref = refs[4 + paged : 6 + paged]
     # scratch
-    q_smem, k_smem, v_smem, statistics_smem, q_arrived, k_arrived, v_arrived = refs[6 + paged :]
+    k_smem, v_smem, statistics_smem, q_arrived, k_arrived, v_arrived = refs[
+        6 + paged :
+    ]  # Keys, and queries behind them.
     block_k, stages = config.block_k, config.stages
     room, width = k_ref.shape[1], v_smem.shape[-1]
-    shape = (GPU_ROWS, block_k)
+    shape, piece = (GPU_ROWS, block_k), math.gcd(width, _PIECE)
 
     rest, n_tile = quotient(lax.axis_index("work"), rows.tiles)
     rest, kv = quotient(rest, rows.kv)
@@ -184,46 +196,45 @@ def _decode_kernel(
     def slot_of(n: Any) -> Any:
         return lax.rem(n, jnp.int32(stages))
 
+    def place(slot: Any, first: int, count: int) -> Any:
+        return pl.ds(slot * block_k + first, count)
+
     def fetch(n: Any) -> None:
         slot, block = slot_of(n), begin + n
         for ref, ring, arrived in ((k_ref, k_smem, k_arrived), (v_ref, v_smem, v_arrived)):
             if not paged:
                 source = ref.at[b, pl.ds(start_of(block), block_k), kv]
-                plgpu.copy_gmem_to_smem(source, ring.at[slot], arrived.at[slot])
+                plgpu.copy_gmem_to_smem(source, ring.at[place(slot, 0, block_k)], arrived.at[slot])
                 continue
-            piece = min(room, block_k)  # `room` is a page's.
-            for part in range(block_k // piece):
+            count = min(room, block_k)  # `room` is a page's.
+            for first in range(0, block_k, count):
                 # Past the end of the table a block's last pages repeat the table's last one.
-                page, offset = quotient(block * block_k + part * piece, room)
+                page, offset = quotient(block * block_k + first, room)
                 page = table_ref[b, jnp.minimum(page, table_ref.shape[1] - 1)]
-                source = ref.at[page, pl.ds(offset, piece), kv]
-                plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(part * piece, piece)], arrived.at[slot])
+                source = ref.at[page, pl.ds(offset, count), kv]
+                plgpu.copy_gmem_to_smem(source, ring.at[place(slot, first, count)], arrived.at[slot])
 
-    # The queries come through the last tile of the ring, and stay in registers: so that two blocks fit a multiprocessor.
-    valid, last = pl.ds(0, rows.tile_rows), stages - 1
-    q_tile = k_smem.at[last] if q_smem is None else q_smem  # [GPU_ROWS, D]
+    # The queries' tile is the last one of k_smem, and they are its last rows.
+    queries = k_smem.at[pl.ds(k_smem.shape[0] - GPU_ROWS, GPU_ROWS)]  # [GPU_ROWS, D]
+    unused = GPU_ROWS - rows.tile_rows
+    valid = pl.ds(unused, rows.tile_rows)
     own_rows = pl.ds(rows.first(kv, n_tile, jnp.minimum), rows.tile_rows)
-    plgpu.copy_gmem_to_smem(q_ref.at[b, own_rows], q_tile.at[valid], q_arrived)
-    for n in range(last):
+    plgpu.copy_gmem_to_smem(q_ref.at[b, own_rows], queries.at[valid], q_arrived)
+    for n in range(stages):
         pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
     plgpu.barrier_wait(q_arrived)
-    queries = q_tile
-    if q_smem is None:
-        queries = plgpu.load(q_tile, layout=_WGMMA)
-        plgpu.commit_smem()
-    pl.when(last < mine)(functools.partial(fetch, jnp.int32(last)))
 
     row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_WGMMA) for axis in (0, 1))
     position = length - 1
     if rows.tokens > 1:
-        token = lax.div(row + n_tile * GPU_ROWS, jnp.full_like(row, rows.group))
+        token = lax.div(row + (n_tile * GPU_ROWS - unused), jnp.full_like(row, rows.group))
         position = length - rows.tokens + token  # [GPU_ROWS, block_k]
 
     def step(n: Any, carry: Any) -> Any:
         acc, highest, total = carry
         slot, block = slot_of(n), begin + n
         start = start_of(block)
-        keys, values = k_smem.at[slot], v_smem.at[slot]
+        keys, values = (ring.at[place(slot, 0, block_k)] for ring in (k_smem, v_smem))
         plgpu.barrier_wait(k_arrived.at[slot])
         logits = product(shape, lambda sum_: sum_.add(queries, keys.transpose((1, 0))), interpreted=interpreted)
         logits, factor, _ = scaled_logits(logits, settings)
@@ -243,9 +254,12 @@ def _decode_kernel(
 
         @pl.when(start + block_k > length)
         def _drop_what_is_past_the_length():
-            place = plgpu.broadcasted_iota(jnp.int32, (block_k, width), 0, layout=_WGMMA)
-            held = plgpu.load(values, layout=_WGMMA, optimized=False)
-            values[...] = jnp.where(place + start < length, held.astype(jnp.float32), 0.0).astype(held.dtype)
+            # In pieces: registers are scarce here, and all of it at once would have D=256 spill.
+            for first in range(0, width, piece):
+                part = values.at[:, pl.ds(first, piece)]
+                key = plgpu.broadcasted_iota(jnp.int32, (block_k, piece), 0, layout=_WGMMA)
+                held = plgpu.load(part, layout=_WGMMA, optimized=False)
+                part[...] = jnp.where(key + start < length, held.astype(jnp.float32), 0.0).astype(held.dtype)
             plgpu.commit_smem()
 
         weights = weights.astype(v_smem.dtype)
@@ -263,12 +277,13 @@ def _decode_kernel(
     rest_of_it = (acc - rounded.astype(jnp.float32)).astype(v_smem.dtype)
     part = (b, kv, n_tile, split)
     for half, value in enumerate((rounded, rest_of_it)):
-        v_smem.at[half, pl.ds(0, GPU_ROWS)][...] = value
+        v_smem.at[pl.ds(half * GPU_ROWS, GPU_ROWS)][...] = value
     for n, value in enumerate((highest, total)):
         statistics_smem[n] = value
     plgpu.commit_smem()
     for half in range(_HALVES):
-        plgpu.copy_smem_to_gmem(v_smem.at[half, valid], sums_ref.at[*part, half])
+        own_sums = v_smem.at[pl.ds(half * GPU_ROWS + unused, rows.tile_rows)]
+        plgpu.copy_smem_to_gmem(own_sums, sums_ref.at[*part, half])
         plgpu.copy_smem_to_gmem(statistics_smem.at[half, valid], statistics_ref.at[*part, half])
     plgpu.wait_smem_to_gmem(0)
 
@@ -289,10 +304,14 @@ def _forward(
     (b, t, h, _), (kv, width) = q.shape, v.shape[2:]
     rows, paged = _Rows(t, h, kv), page_table is not None
     q, k, v = (padded(x, 3, _LEAST_WIDTH) for x in (q, k, v))
-    if not paged and k.shape[1] < config.block_k:
-        k, v = (padded(x, 1, config.block_k) for x in (k, v))
+    if not paged:
+        k, v = (padded(x, 1, config.block_k if x.shape[1] < config.block_k else _EIGHT) for x in (k, v))
     d, d_v, dtype = q.shape[3], v.shape[3], q.dtype
     part = (b, kv, rows.tiles, config.splits, 2, rows.tile_rows)
+    interpreted = launch.interpret is not None
+    ring = config.stages * config.block_k
+    # The interpreter would take the rows that the ring's end and the queries' tile share for a race.
+    k_rows = ring + (GPU_ROWS if interpreted else rows.tile_rows)
     arrived = plgpu.Barrier(num_arrivals=1, num_barriers=config.stages)
     if paged:
         # Each piece of a block is a copy of its own.
@@ -306,15 +325,14 @@ def _forward(
             window=window,
             settings=settings,
             paged=paged,
-            interpreted=launch.interpret is not None,
+            interpreted=interpreted,
         ),
         out_type=(output_like((*part, d_v), dtype, q), output_like(part, jnp.float32, q)),
         grid=(b * config.splits * kv * rows.tiles,),
         grid_names=("work",),
         scratch_types=(
-            None if config.holds_queries(d) else tile(GPU_ROWS, d, dtype=dtype),
-            tile(config.stages, config.block_k, d, dtype=dtype),
-            tile(config.stages, config.block_k, d_v, dtype=dtype),
+            tile(k_rows, d, dtype=dtype),
+            tile(ring, d_v, dtype=dtype),
             plgpu.SMEM((2, GPU_ROWS), jnp.float32),
             plgpu.Barrier(),
             arrived,

@@ -14,12 +14,10 @@ into that ring in shared memory by the warpgroup itself; it needs no second one,
 block take half the time of its copy. Thread blocks beside each other take the key heads of the same tokens, which lie
 beside each other in memory.
 
-Queries that stay in registers were right with D of 80 and 128 and wrong with 64: CUDA 13.0's assembler takes what fills the
-matrix unit's registers out of the loop, and has the weights overwrite them there. That of 13.4 does not.
-
-A part ends in sums that are not divided yet, their maximum and their total, of the true rows alone. What puts the parts
-together is one fusion of XLA behind the kernel, in a fixed order; it also adds sinks and drops rows that pad. So a call is
-one kernel, that fusion, and the small ones of the arguments before it.
+A part ends in sums that are not divided yet, their maximum and their total, of the true rows alone. XLA puts the parts
+together behind the kernel, in a fixed order, adds sinks and drops rows that pad. So a call is not one launch: on an H200
+(jax 0.11.2) it is this kernel and two small ones where the keys are in one part, which take 2.5 to 4 us, and five or six
+where they are in more, 7 to 8.4 us.
 
 Edges: what the cache holds past the length may be anything. Logits are masked there, and so are the values, since 0 times
 NaN is NaN. The last block of a cache whose room is not whole blocks begins earlier, and masks what was seen already.
@@ -34,6 +32,7 @@ is a cache with room for less than a block. Pages of 8 keys or more that divide 
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,6 +56,7 @@ from tilewright.ops.attention.gradient import Settings
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
+Parts = tuple[jax.Array, ...]
 
 _WGMMA = plgpu.Layout.WGMMA
 _LEAST_WIDTH = 16  # Of a head: the matrix unit's step.
@@ -214,7 +214,9 @@ def _decode_kernel(
                 source = ref.at[page, pl.ds(offset, count), kv]
                 plgpu.copy_gmem_to_smem(source, ring.at[place(slot, first, count)], arrived.at[slot])
 
-    # The queries' tile is the last one of k_smem, and they are its last rows.
+    # The queries' tile is the last one of k_smem, and they are its last rows. They lie in shared memory, not in registers:
+    # ptxas 13.0 fills the registers of a left operand that a loop does not change before the loop, and then uses them for
+    # the weights inside of it (D=64 was wrong on an H200, D=128 was not).
     queries = k_smem.at[pl.ds(k_smem.shape[0] - GPU_ROWS, GPU_ROWS)]  # [GPU_ROWS, D]
     unused = GPU_ROWS - rows.tile_rows
     valid = pl.ds(unused, rows.tile_rows)
@@ -293,12 +295,12 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     lengths: jax.Array,
+    page_table: jax.Array | None = None,
     *,
-    page_table: jax.Array | None,
     window: int | None,
     settings: Settings,
     launch: Launch,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Parts:
     """Of each part of the keys: the sums [B, splits, T, H, Dv], their maximum and total [B, splits, T, H]."""
     config: PallasGpuConfig = launch.config
     (b, t, h, _), (kv, width) = q.shape, v.shape[2:]
@@ -349,6 +351,36 @@ def _forward(
     return rows.taken(sums), rows.taken(highest), rows.taken(total)
 
 
+def _over_pools(run: Callable[..., Parts], *arrays: jax.Array) -> Parts:
+    """`run` of q, the pools of k and v, lengths and a table, which `jax.vmap` turns into one of more sequences.
+
+    By JAX's own rule the calls would follow each other. Where each call has a pool, those are one pool, and the tables
+    count on from one to the next.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays: jax.Array) -> Parts:
+        return run(*arrays)
+
+    @call.def_vmap
+    def _(axis_size: int, batched: Any, *arrays: jax.Array) -> tuple[Parts, Any]:
+        def of_each(x: jax.Array, is_batched: bool) -> jax.Array:
+            return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        q, k, v, lengths, table = arrays
+        q, lengths, table = (of_each(x, batched[n]) for n, x in ((0, q), (3, lengths), (4, table)))
+        if batched[1] or batched[2]:
+            k, v = of_each(k, batched[1]), of_each(v, batched[2])
+            table = table + k.shape[1] * jnp.arange(axis_size, dtype=table.dtype)[:, None, None]
+            k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        q, lengths, table = (x.reshape(-1, *x.shape[2:]) for x in (q, lengths, table))
+        parts = _over_pools(run, q, k, v, lengths, table)
+        unfolded = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in parts)
+        return unfolded, (True,) * len(unfolded)
+
+    return call(*arrays)
+
+
 def _combined(sums: jax.Array, highest: jax.Array, total: jax.Array, sinks: jax.Array | None, dtype: Any) -> Any:
     """Out and logsumexp of the parts: [B, T, H, splits, Dv], and [B, T, H, splits] twice."""
     over_all = jnp.max(highest, axis=3)  # [B, T, H]
@@ -383,9 +415,9 @@ def _attend(
     settings = Settings(None, scale, soft_cap, 0)
     run = functools.partial(_forward, window=window, settings=settings, launch=launch)
     if page_table is None:
-        sums, highest, total = folded(functools.partial(run, page_table=None), q, k, v, lengths)
+        sums, highest, total = folded(run, q, k, v, lengths)
     else:
-        sums, highest, total = run(q, k, v, lengths, page_table=page_table)
+        sums, highest, total = _over_pools(run, q, k, v, lengths, page_table)
     return _combined(sums, highest, total, sinks, q.dtype)
 
 

@@ -114,7 +114,7 @@ class PallasGpuConfig:
         alone = two_stages > shared
         stages = 2 + max(0, (smem if alone else shared) - two_stages) // stage
         slots = multiprocessors * (1 if alone else _GPU_SIDE_BY_SIDE)
-        blocks = max(1, -(-room // block_k))
+        blocks = -(-room // block_k)
 
         def busy(splits: int) -> float:
             waves = -(-items * splits // slots)

@@ -95,8 +95,6 @@ def unsupported_reason(
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     if max(d, dv) > GPU_WIDEST:
         return f"D={d} and Dv={dv} must be {GPU_WIDEST} at most (registers of a warpgroup); use implementation='xla'"
-    if k.shape[1] == 0:
-        return "S=0 leaves nothing to copy; use implementation='xla'"
     if page_table is not None:
         page, block = k.shape[1], config.block_k
         if page % _EIGHT or (block % page and page % block):
@@ -104,8 +102,6 @@ def unsupported_reason(
                 f"pages of {page} keys are not whole parts of a block of {block} keys, nor blocks of them; use pages of "
                 f"8, 16, 32 or a multiple of {block} keys, or implementation='xla'"
             )
-        if page_table.shape[1] == 0:
-            return "a page table without pages leaves nothing to copy; use implementation='xla'"
     if chip.smem_bytes is not None and (needed := config.smem_bytes(d, dv, rows)) > chip.smem_bytes:
         return (
             f"it needs about {needed // 1024} KiB of shared memory for D={d} and Dv={dv} with {config}, and a block of a "

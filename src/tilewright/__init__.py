@@ -12,13 +12,13 @@ from tilewright.ops.attention.api import flash_attention as flash_attention
 from tilewright.ops.attention.decode.api import decode_attention as decode_attention
 from tilewright.ops.attention.decode.api import paged_attention as paged_attention
 from tilewright.ops.delta_rule.api import delta_rule as delta_rule
-from tilewright.ops.delta_rule.api import delta_rule_step as delta_rule_step
 from tilewright.ops.delta_rule.api import gated_delta_rule as gated_delta_rule
-from tilewright.ops.delta_rule.api import gated_delta_rule_step as gated_delta_rule_step
 from tilewright.ops.delta_rule.api import gdn_gate as gdn_gate
 from tilewright.ops.delta_rule.api import kda as kda
 from tilewright.ops.delta_rule.api import kda_gate as kda_gate
-from tilewright.ops.delta_rule.api import kda_step as kda_step
+from tilewright.ops.delta_rule.step.api import delta_rule_step as delta_rule_step
+from tilewright.ops.delta_rule.step.api import gated_delta_rule_step as gated_delta_rule_step
+from tilewright.ops.delta_rule.step.api import kda_step as kda_step
 from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy
 from tilewright.ops.norm.api import gated_rms_norm as gated_rms_norm
 from tilewright.ops.norm.api import layer_norm as layer_norm

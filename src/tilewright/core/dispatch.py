@@ -81,6 +81,11 @@ class Op:
     implementations: tuple[str, ...]
 
     @property
+    def plain(self) -> str:
+        """The first implementation that is plain JAX, and so runs anywhere."""
+        return next(name for name in self.implementations if name not in KERNEL_PLATFORM)
+
+    @property
     def function(self) -> Callable[..., Any]:
         """The public function."""
         return getattr(importlib.import_module(f"{self.family}.api"), self.name)
@@ -181,7 +186,7 @@ class Op:
         kind = chip.device_kinds[0] if chip.name == "unknown" else chip.name
         described = f"this is a {here}" if kind.lower() == here.lower() else f"this is a {here} ({kind})"
         return chip, (
-            f"it is a {word} kernel and {described}; use implementation='xla', "
+            f"it is a {word} kernel and {described}; use implementation='{self.plain}', "
             f"or run the kernel in its interpreter with tilewright.interpret()"
         )
 

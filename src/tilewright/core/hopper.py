@@ -5,6 +5,7 @@ to run in it as well add through `Accumulator`, which is a plain value there.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
+from tilewright.core.manual_axes import output_like, varying_axes
+from tilewright.core.target import Interpret, gpu_interpret_params
 
 _HOPPER = (9, 0)
 _SWIZZLE_BYTES = 128
+
+
+def not_hopper(chip: Chip, plain: str = "xla") -> str | None:
+    """Why a kernel for Hopper cannot run on a chip, or None. `plain` is the implementation to use instead."""
+    if chip.compute_capability == _HOPPER:
+        return None
+    has = "an unknown one" if chip.compute_capability is None else ".".join(map(str, chip.compute_capability))
+    return (
+        f"it is made for Hopper GPUs (compute capability 9.0: H100, H200), and this is a {chip.name} with {has}; "
+        f"use implementation={plain!r}"
+    )
 
 
 def refusal(chip: Chip, q: Any, names: tuple[str, ...] = ("q", "k", "v")) -> str | None:
@@ -24,12 +38,8 @@ def refusal(chip: Chip, q: Any, names: tuple[str, ...] = ("q", "k", "v")) -> str
 
     `names` are those of the arrays that are of that dtype, q's first.
     """
-    if chip.compute_capability != _HOPPER:
-        has = "an unknown one" if chip.compute_capability is None else ".".join(map(str, chip.compute_capability))
-        return (
-            f"it is made for Hopper GPUs (compute capability 9.0: H100, H200), and this is a {chip.name} with {has}; "
-            f"use implementation='xla'"
-        )
+    if (reason := not_hopper(chip)) is not None:
+        return reason
     if q.dtype != jnp.bfloat16:
         return (
             f"{names[0]} is {jnp.dtype(q.dtype).name}, and it multiplies bfloat16 only (Hopper's matrix unit would round "
@@ -46,11 +56,12 @@ def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def tile(*shape: int, dtype: Any) -> Any:
-    """Shared memory for operands of the matrix unit, [..., rows, columns]."""
-    columns = _SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    """Shared memory for operands of the matrix unit, [..., rows, columns]; the columns are a multiple of 32 bytes."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(_SWIZZLE_BYTES, shape[-1] * itemsize)
     transforms = (
-        plgpu.TilingTransform((8, columns)),  # type: ignore[abstract]
-        plgpu.SwizzleTransform(_SWIZZLE_BYTES),  # type: ignore[abstract]
+        plgpu.TilingTransform((8, swizzle // itemsize)),  # type: ignore[abstract]
+        plgpu.SwizzleTransform(swizzle),  # type: ignore[abstract]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -184,3 +195,40 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
     else:
         unoptimized(ref, value, optimized=False)
+
+
+def updated_in_place(
+    body: Callable[..., None],
+    held: jax.Array,
+    arrays: tuple[jax.Array, ...],
+    *,
+    out_type: Any,
+    grid: dict[str, int],
+    interpret: Interpret | None,
+    name: str,
+) -> tuple[jax.Array, jax.Array]:
+    """What a kernel of one warpgroup a block makes of `held`, which it reads and writes, and `arrays`.
+
+    `body` takes refs of `held`, of the arrays, of its output, and of the new `held`: that and the old one are one buffer.
+    XLA copies it first, unless it is used nowhere else: donated, or carried by a loop. `plgpu.kernel` cannot say so; and
+    what can does not take values that vary over a mesh: inside `shard_map` they are two buffers.
+    """
+    common: dict[str, Any] = {
+        # One warpgroup writes what no other reads, and layouts follow from the operands.
+        "compiler_params": plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        "interpret": gpu_interpret_params(interpret),
+    }
+    shape: dict[str, Any] = {"grid": tuple(grid.values()), "grid_names": tuple(grid)}
+    if varying_axes(held, *arrays):
+        types = (out_type, output_like(held.shape, held.dtype, held))
+        return plgpu.kernel(body, out_type=types, kernel_name=name, **shape, **common)(held, *arrays)
+
+    def in_place(held_ref: Any, *refs: Any) -> None:
+        body(held_ref, *refs, held_ref)
+
+    ref = jax.new_ref(held)
+    kernel: Any = pl.kernel(in_place, out_type=out_type, mesh=plgpu.Mesh(**shape), name=name, **common)
+    out: jax.Array = kernel(ref, *arrays)
+    return out, jax.freeze(ref)

@@ -12,7 +12,8 @@ from tilewright.core.numerics import accumulator
 from tilewright.layers import delta_state
 from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
-from tilewright.ops.delta_rule.api import delta_rule, delta_rule_step
+from tilewright.ops.delta_rule.api import delta_rule
+from tilewright.ops.delta_rule.step.api import delta_rule_step
 from tilewright.ops.norm.api import rms_norm
 
 

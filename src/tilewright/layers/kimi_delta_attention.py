@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from tilewright.layers import delta_state
 from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
-from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate, kda_step
+from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate
+from tilewright.ops.delta_rule.step.api import kda_step
 from tilewright.ops.norm.api import gated_rms_norm
 
 

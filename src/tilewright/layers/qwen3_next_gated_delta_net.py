@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from tilewright.layers import delta_state
 from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
-from tilewright.ops.delta_rule.api import gated_delta_rule, gated_delta_rule_step, gdn_gate
+from tilewright.ops.delta_rule.api import gated_delta_rule, gdn_gate
+from tilewright.ops.delta_rule.step.api import gated_delta_rule_step
 from tilewright.ops.norm.api import gated_rms_norm
 
 

@@ -1,7 +1,7 @@
 """`delta_rule`, `gated_delta_rule` and `kda`: linear attention with a state that forgets and corrects itself.
 
-The three differ in the gate alone: none, one a head, one a key channel. Each has a step that decodes one token, and the
-gates have functions that make them from a layer's raw projections.
+The three differ in the gate alone: none, one a head, one a key channel. The gates have functions that make them from a
+layer's raw projections. Each op has a step that decodes one token: step/api.py.
 """
 
 from typing import Any
@@ -13,13 +13,12 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.dispatch import Op, register
 from tilewright.core.numerics import accumulator
 from tilewright.core.segments import segment_starts
-from tilewright.ops.delta_rule.reference import step as _step
+from tilewright.ops.delta_rule.arguments import given_arrays, normalized
 from tilewright.ops.delta_rule.validation import LARGEST_WIDTH as LARGEST_WIDTH
 from tilewright.ops.delta_rule.validation import SMALLEST_WIDTH as SMALLEST_WIDTH
 from tilewright.ops.delta_rule.validation import check_arrays, check_segments
 from tilewright.ops.delta_rule.validation import check_lower_bound as check_lower_bound
 
-_NORMALIZE_EPSILON = 1e-6
 _FAMILY = "tilewright.ops.delta_rule"
 _IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
 
@@ -133,50 +132,6 @@ def kda(
     return _run(KDA, q, k, v, g, beta, scale, initial_state, segment_ids, normalize_qk, implementation, config)
 
 
-def delta_rule_step(
-    state: Float[Array, "*B HV K V"],
-    q: Float[Array, "*B H K"],
-    k: Float[Array, "*B H K"],
-    v: Float[Array, "*B HV V"],
-    beta: Float[Array, "*B HV"],
-    *,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
-    """One token of `delta_rule`: (state, q_t, k_t, v_t, beta_t) -> (o_t, the state after it). For decoding."""
-    return _run_step(DELTA_RULE, state, q, k, v, None, beta, scale, normalize_qk)
-
-
-def gated_delta_rule_step(
-    state: Float[Array, "*B HV K V"],
-    q: Float[Array, "*B H K"],
-    k: Float[Array, "*B H K"],
-    v: Float[Array, "*B HV V"],
-    g: Float[Array, "*B HV"],
-    beta: Float[Array, "*B HV"],
-    *,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
-    """One token of `gated_delta_rule`: (state, q_t, k_t, v_t, g_t, beta_t) -> (o_t, the state after it). For decoding."""
-    return _run_step(GATED_DELTA_RULE, state, q, k, v, g, beta, scale, normalize_qk)
-
-
-def kda_step(
-    state: Float[Array, "*B HV K V"],
-    q: Float[Array, "*B H K"],
-    k: Float[Array, "*B H K"],
-    v: Float[Array, "*B HV V"],
-    g: Float[Array, "*B HV K"],
-    beta: Float[Array, "*B HV"],
-    *,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
-    """One token of `kda`: (state, q_t, k_t, v_t, g_t, beta_t) -> (o_t, the state after it). For decoding."""
-    return _run_step(KDA, state, q, k, v, g, beta, scale, normalize_qk)
-
-
 def gdn_gate(
     a: Float[Array, "*tokens HV"], A_log: Float[Array, " HV"], dt_bias: Float[Array, " HV"]
 ) -> Float[Array, "*tokens HV"]:
@@ -233,7 +188,7 @@ def _run(
     implementation: str | None,
     config: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    arrays = _arrays(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    arrays = given_arrays(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     check_arrays(op.name, arrays, time_axis=True)
     if segment_ids is not None:
         segment_ids = jnp.asarray(segment_ids)
@@ -243,7 +198,7 @@ def _run(
         arrays = {name: array[None] for name, array in arrays.items()}
         segment_ids = None if segment_ids is None else segment_ids[None]
     if normalize_qk:
-        arrays |= {"q": _normalize(arrays["q"]), "k": _normalize(arrays["k"])}
+        arrays |= {"q": normalized(arrays["q"]), "k": normalized(arrays["k"])}
     b, t, hv, width = arrays["v"].shape
     depth = arrays["k"].shape[-1]
     statistics = accumulator(arrays["v"].dtype)
@@ -260,37 +215,6 @@ def _run(
             config=config,
         )
     return (o[0], final_state[0]) if unbatched else (o, final_state)
-
-
-def _run_step(
-    op: Op, state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float | None, normalize_qk: bool
-) -> tuple[jax.Array, jax.Array]:
-    arrays = _arrays(q=q, k=k, v=v, g=g, beta=beta, state=state)
-    check_arrays(f"{op.name}_step", arrays, time_axis=False)
-    unbatched = arrays["v"].ndim == 2
-    if unbatched:
-        arrays = {name: array[None] for name, array in arrays.items()}
-    if normalize_qk:
-        arrays |= {"q": _normalize(arrays["q"]), "k": _normalize(arrays["k"])}
-    factor = arrays["k"].shape[-1] ** -0.5 if scale is None else float(scale)
-    statistics = accumulator(arrays["v"].dtype)
-    state = arrays["state"].astype(statistics)
-    gate = arrays["g"].astype(statistics) if "g" in arrays else None
-    state, o = _step(
-        state, arrays["q"], arrays["k"], arrays["v"], gate, arrays["beta"].astype(statistics), None, scale=factor
-    )
-    return (o[0], state[0]) if unbatched else (o, state)
-
-
-def _arrays(**given: Any) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(value) for name, value in given.items() if value is not None}
-
-
-def _normalize(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
-    """x / sqrt(sum x^2 + 1e-6) along the last axis, summed in float32, rounded to x's dtype."""
-    wide = x.astype(accumulator(x.dtype))
-    squares = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares + _NORMALIZE_EPSILON)).astype(x.dtype)
 
 
 def _along(weights: jax.Array, x: jax.Array) -> jax.Array:

@@ -11,18 +11,18 @@ OPS = ("delta_rule", "gated_delta_rule", "kda")
 _FLOAT32_BYTES = 4
 
 
-def _unit(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def unit(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     x = jax.random.normal(key, shape, jnp.float32)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def _beta(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def betas(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Between 0 and 1, with some of either exactly."""
     drawn = jax.nn.sigmoid(2 * jax.random.normal(key, shape, jnp.float32))
     return jnp.where(drawn < 0.05, 0.0, jnp.where(drawn > 0.95, 1.0, drawn))
 
 
-def _log_decay(strength: float) -> Draw:
+def log_decay(strength: float) -> Draw:
     """About -strength; a tenth of them exactly 0, and with a strength over 10 a tenth of them -1e4."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -65,13 +65,13 @@ def _case(
     hv = hv or h
     inputs = {
         "q": Input((b, t, h, k), normal(k**-0.25)),
-        "k": Input((b, t, h, k), _unit),
+        "k": Input((b, t, h, k), unit),
         "v": Input((b, t, hv, v)),
     }
     gate_shape = {"delta_rule": None, "gated_delta_rule": (b, t, hv), "kda": (b, t, hv, k)}[op]
     if gate_shape is not None:
-        inputs["g"] = Input(gate_shape, _log_decay(gate), dtype="float32")
-    inputs["beta"] = Input((b, t, hv), _beta, dtype="float32")
+        inputs["g"] = Input(gate_shape, log_decay(gate), dtype="float32")
+    inputs["beta"] = Input((b, t, hv), betas, dtype="float32")
     if state:
         inputs["initial_state"] = Input((b, hv, k, v), dtype="float32")
     if segments:

@@ -11,7 +11,7 @@ from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.dispatch import Op, register
 
 _MOST_QUERIES = 64
-_IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
+_IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
 _FAMILY = "tilewright.ops.attention.decode"
 
 DECODE = register(Op(name="decode_attention", family=_FAMILY, implementations=_IMPLEMENTATIONS))
@@ -52,7 +52,8 @@ def decode_attention(
       soft_cap: bounds the logits to (-soft_cap, soft_cap); a number, known when traced.
       sinks: [H] a logit for each head that takes weight and has no value.
       return_logsumexp: also return logsumexp [B, T, H], float32.
-      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      implementation: "pallas_tpu", "pallas_gpu" (Hopper, bfloat16), "xla" or "reference"; None takes the best that this
+        device can run.
       config: block sizes (tilewright.ops.attention.decode.config).
 
     Returns:
@@ -115,7 +116,8 @@ def paged_attention(
       soft_cap: bounds the logits.
       sinks: [H] a logit for each head.
       return_logsumexp: also return logsumexp [B, T, H], float32.
-      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      implementation: "pallas_tpu", "pallas_gpu" (Hopper, bfloat16), "xla" or "reference"; None takes the best that this
+        device can run.
       config: block sizes (tilewright.ops.attention.decode.config).
 
     Returns:

@@ -1,0 +1,1 @@
+"""One token of the delta rule and its relatives, for decoding."""

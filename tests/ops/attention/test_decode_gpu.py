@@ -1,0 +1,227 @@
+"""What only the Hopper kernel of decoding has: rows in eights, a ring, parts of the keys, pages, and its limits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tilewright
+from tests.ops.contract import able_to_run, assert_close
+from tilewright import decode_attention, paged_attention
+from tilewright.core.chip import Chip
+from tilewright.ops.attention.decode.config import PallasGpuConfig
+
+
+def draw(lengths, t=1, s=70, h=2, kv=1, d=64, dv=None, seed=0):
+    """Queries, a clean cache, the lengths, and which keys lie past them."""
+    b = len(lengths)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((b, t, h, d), (b, s, kv, d), (b, s, kv, dv or d))
+    q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    beyond = (np.arange(s)[None, :] >= np.asarray(lengths)[:, None])[:, :, None, None]
+    return q, k, v, jnp.array(lengths), beyond
+
+
+def in_pages(caches, page, seed=0):
+    """Caches [B, S, KV, D] as pools, whose pages lie in no order, and the table of them. Pages in no use are NaN."""
+    b, s = caches[0].shape[:2]
+    count = -(-s // page)
+    pool = b * count + 2
+    table = np.random.default_rng(seed).permutation(pool)[: b * count].reshape(b, count)
+    pools = []
+    for cache in caches:
+        whole = jnp.pad(cache, ((0, 0), (0, count * page - s), (0, 0), (0, 0)))
+        empty = jnp.full((pool, page, *cache.shape[2:]), jnp.nan, cache.dtype)
+        pools.append(empty.at[table].set(whole.reshape(b, count, page, *cache.shape[2:])))
+    return *pools, jnp.asarray(table, jnp.int32)
+
+
+def assert_right(lengths, *, page=None, config=None, options=None, **shape):
+    """Out and logsumexp over a cache that is NaN past the lengths, by the 2x rule, against one that is clean."""
+    q, k, v, lengths, beyond = draw(lengths, **shape)
+    dirty = tuple(jnp.where(beyond, jnp.nan, cache) for cache in (k, v))
+    options = {"return_logsumexp": True, **(options or {})}
+    with able_to_run("pallas_gpu"):
+        run = {"implementation": "pallas_gpu", "config": config, **options}
+        if page is None:
+            got = jax.jit(lambda *a: decode_attention(*a, **run))(q, *dirty, lengths)
+        else:
+            got = jax.jit(lambda *a: paged_attention(*a, **run))(q, *in_pages(dirty, page), lengths)
+    plain = decode_attention(q, k, v, lengths, **options, implementation="xla")
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    oracle = decode_attention(*exact, lengths, **options, implementation="reference")
+    has_keys = np.isfinite(oracle[1])
+    assert np.array_equal(np.isfinite(got[1]), has_keys)
+    assert not np.any(np.asarray(got[0], np.float32)[~has_keys])
+    assert_close(got[0], plain[0], oracle[0], "out")
+    assert_close(*(np.asarray(x[1])[has_keys] for x in (got, plain, oracle)), "logsumexp")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # The room is neither whole blocks nor whole eights: the last block begins earlier than its place.
+        pytest.param({"lengths": [75, 0], "s": 75, "h": 1, "d": 64}, id="odd_room"),
+        pytest.param(
+            {"lengths": [40, 1], "s": 40, "h": 6, "kv": 2, "d": 32}, id="groups_of_3_room_of_less_than_a_block"
+        ),
+        pytest.param({"lengths": [66], "h": 14, "kv": 2, "d": 64}, id="groups_of_7"),
+        pytest.param({"lengths": [64, 2], "s": 64, "t": 3, "h": 3, "d": 64}, id="fewer_keys_than_queries"),
+        # The rest is the same in larger.
+        pytest.param({"lengths": [30], "s": 64, "h": 12, "kv": 3, "dv": 32}, id="groups_of_4", marks=pytest.mark.slow),
+        pytest.param({"lengths": [130, 65], "s": 130, "d": 80}, id="d80", marks=pytest.mark.slow),
+        pytest.param({"lengths": [70, 5], "d": 192, "dv": 128}, id="d192", marks=pytest.mark.slow),
+        pytest.param({"lengths": [70, 5], "d": 256, "h": 8}, id="d256", marks=pytest.mark.slow),
+        pytest.param({"lengths": [70], "h": 16, "kv": 1}, id="groups_of_16", marks=pytest.mark.slow),
+        pytest.param({"lengths": [70, 12], "t": 12, "h": 8}, id="two_tiles_of_rows", marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "lengths": [200, 40, 3],
+                "s": 200,
+                "t": 2,
+                "h": 6,
+                "kv": 2,
+                "options": {"window": 70, "soft_cap": 5.0, "sinks": np.linspace(-1, 2, 6, dtype=np.float32)},
+            },
+            id="window_sinks_soft_cap",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_unequal_lengths_over_a_cache_that_is_nan_past_them(arguments) -> None:
+    assert_right(**arguments)
+
+
+@pytest.mark.parametrize("page", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16, 64, 128, 192))])
+def test_pages_of_many_sizes(page: int) -> None:
+    """Less than a block, one, and more; the last of a sequence is not full, and the table ends inside of a block."""
+    assert_right([90, 17], s=90, t=2, h=2, page=page)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Five blocks in two parts: a ring of two goes round. Of the short sequence one part is empty.
+        PallasGpuConfig(64, 2, 2),
+        pytest.param(PallasGpuConfig(64, 3, 1), marks=pytest.mark.slow),
+        pytest.param(PallasGpuConfig(64, 2, 5), marks=pytest.mark.slow),
+        pytest.param(PallasGpuConfig(128, 2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rings_and_parts_of_other_sizes(config: PallasGpuConfig) -> None:
+    assert_right([300, 3], s=300, h=4, d=16, config=config)
+
+
+@pytest.mark.parametrize(
+    "pools_differ", [pytest.param(True, id="a_pool_each"), pytest.param(False, id="one_pool", marks=pytest.mark.slow)]
+)
+def test_vmap_over_pages(pools_differ: bool) -> None:
+    """Calls with a pool each, or with one that they share, are one call over more sequences."""
+    q, k, v, lengths, _ = draw([40, 3], s=40, d=16)
+    pools = in_pages((k, v), 16)
+    # Sequences of the second call read the same pages, in the other order.
+    tables = jnp.stack([pools[2], pools[2][::-1]])
+    queries, lengths = jnp.stack([q, -q]), jnp.stack([lengths, lengths[::-1]])
+    axes = (0, 0, 0, 0, 0) if pools_differ else (0, None, None, 0, 0)
+    both = [jnp.stack([pool, 2 * pool]) if pools_differ else pool for pool in pools[:2]]
+
+    def run(*arrays, implementation):
+        return paged_attention(*arrays, return_logsumexp=True, implementation=implementation)
+
+    batched = jax.vmap(lambda *arrays: run(*arrays, implementation="pallas_gpu"), axes)
+    arrays = (queries, *both, tables, lengths)
+    with able_to_run("pallas_gpu"):
+        got = jax.jit(batched)(*arrays)
+    with tilewright.target("h200"):
+        text = jax.jit(batched).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "stablehlo.while" not in text
+    for n in range(2):
+        own = [pool[n] if pools_differ else pool for pool in both]
+        want = run(queries[n], *own, tables[n], lengths[n], implementation="xla")
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(one[n], np.float32), np.asarray(other, np.float32), atol=0.02)
+
+
+def structs(b=2, t=1, s=256, h=8, kv=2, d=64, dtype="bfloat16", page=None, pages=4):
+    struct = jax.ShapeDtypeStruct
+    if page is None:
+        return struct((b, t, h, d), dtype), *(struct((b, s, kv, d), dtype),) * 2, struct((b,), "int32")
+    pool = struct((b * pages + 1, page, kv, d), dtype)
+    return struct((b, t, h, d), dtype), pool, pool, struct((b, pages), "int32"), struct((b,), "int32")
+
+
+@pytest.mark.parametrize(
+    ("chip", "shape", "config", "message"),
+    [
+        ("a100", {}, None, r"made for Hopper GPUs .*, and this is a a100 with 8.0; use implementation='xla'"),
+        ("b200", {}, None, r"made for Hopper GPUs .*, and this is a b200 with 10.0; use implementation='xla'"),
+        ("h200", {"dtype": "float32"}, None, r"q is float32, and it multiplies bfloat16 only .*implementation='xla'"),
+        ("h200", {"d": 264}, None, r"D=264 and Dv=264 must be 256 at most .*; use implementation='xla'"),
+        (
+            "h200",
+            {"page": 4},
+            None,
+            r"pages of 4 keys are not whole parts of a block of 64 keys, .*; use pages of 8, 16",
+        ),
+        ("h200", {"page": 24}, None, r"pages of 24 keys .* or a multiple of 64 keys, or implementation='xla'"),
+        ("h200", {"page": 96}, None, r"pages of 96 keys are not whole parts of a block of 64 keys"),
+        ("h200", {"page": 192}, PallasGpuConfig(128, 2, 1), r"pages of 192 keys .* a block of 128 keys"),
+        (
+            "h200",
+            {"d": 256},
+            PallasGpuConfig(64, 4, 1),
+            r"about 2\d\d KiB of shared memory for D=256 .* has 227; use fewer",
+        ),
+    ],
+)
+def test_what_it_refuses(chip: str, shape: dict, config: PallasGpuConfig | None, message: str) -> None:
+    arrays = structs(**shape)
+    op = decode_attention if len(arrays) == 4 else paged_attention
+    with tilewright.target(chip):
+        with pytest.raises(tilewright.Unsupported, match=message):
+            jax.eval_shape(lambda *a: op(*a, implementation="pallas_gpu", config=config), *arrays)
+        if config is None:
+            (decision,) = tilewright.explain(op, *arrays).decisions
+            assert decision.implementation == "xla"
+            assert "not pallas_gpu: " in str(decision)
+
+
+def test_a_config_that_breaks_a_rule_is_refused_when_built() -> None:
+    with pytest.raises(ValueError, match=r"block_k=96 must be one of 64, 128 \(a product's columns, .*; use 64"):
+        PallasGpuConfig(96, 2, 1)
+    with pytest.raises(ValueError, match=r"stages=1 must be 2 or more: a copy runs while a block is used; use 2"):
+        PallasGpuConfig(64, 1, 1)
+    with pytest.raises(ValueError, match=r"splits=0 must be from 1 to 128; use 1"):
+        PallasGpuConfig(64, 2, 0)
+
+
+@pytest.mark.parametrize(("d", "page"), [(16, None), (64, 8), (128, None), (192, 64), (256, 192)])
+def test_an_h200_gets_one_kernel(d: int, page: int | None) -> None:
+    """Of its own accord, with a ring that fits."""
+    arrays = structs(d=d, page=page)
+    op = decode_attention if page is None else paged_attention
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(op, *arrays).decisions
+        text = jax.jit(op).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert decision.implementation == "pallas_gpu"
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("b", "s", "d", "wanted"),
+    [
+        # As measured: see docs/measurements. Two thread blocks a multiprocessor, 264 in all.
+        (1, 32768, 128, PallasGpuConfig(64, 3, 31)),
+        (16, 8192, 128, PallasGpuConfig(64, 3, 2)),
+        (64, 8192, 128, PallasGpuConfig(64, 3, 1)),
+        # Narrower heads have more stages; of wide ones a block has a multiprocessor to itself.
+        (16, 8192, 64, PallasGpuConfig(64, 6, 2)),
+        (16, 8192, 256, PallasGpuConfig(64, 3, 1)),
+        # A cache of one block has nothing to share.
+        (1, 64, 128, PallasGpuConfig(64, 3, 1)),
+    ],
+)
+def test_the_heuristic_fills_the_multiprocessors(b: int, s: int, d: int, wanted: PallasGpuConfig) -> None:
+    assert PallasGpuConfig.for_shape(Chip.named("h200"), s, 8 * b, d, d, 4) == wanted

@@ -1,0 +1,133 @@
+"""The steps of the delta rule: the contract of each, and what the Hopper kernel has of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import tilewright
+from tests.ops.contract import OpContract, able_to_run
+from tilewright import gated_delta_rule_step
+from tilewright.ops.delta_rule.step.config import PallasGpuConfig
+
+
+class TestDeltaRuleStep(OpContract):
+    op_name = "delta_rule_step"
+
+
+class TestGatedDeltaRuleStep(OpContract):
+    op_name = "gated_delta_rule_step"
+
+
+class TestKdaStep(OpContract):
+    op_name = "kda_step"
+
+
+def draw(b=1, h=1, hv=1, depth=32, width=64, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 6)
+    return {
+        "state": jax.random.normal(keys[0], (b, hv, depth, width)),
+        "q": jax.random.normal(keys[1], (b, h, depth)).astype(dtype),
+        "k": (depth**-0.5 * jax.random.normal(keys[2], (b, h, depth))).astype(dtype),
+        "v": jax.random.normal(keys[3], (b, hv, width)).astype(dtype),
+        "g": -jax.nn.softplus(jax.random.normal(keys[4], (b, hv))),
+        "beta": jax.nn.sigmoid(jax.random.normal(keys[5], (b, hv))),
+    }
+
+
+def structs(**shape):
+    return jax.eval_shape(lambda: draw(**shape))
+
+
+def test_blocks_of_other_widths_are_the_same_step():
+    """Also wider than V, which is padded; the interpreter sums in an order that depends on the width."""
+    arrays = draw(hv=2, width=64)
+    want = gated_delta_rule_step(**arrays, implementation="reference")
+    for block_v in (64, 128):
+        config = PallasGpuConfig(block_v)
+        with able_to_run("pallas_gpu"):
+            got = jax.jit(lambda x: gated_delta_rule_step(**x, implementation="pallas_gpu", config=config))(arrays)  # noqa: B023
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_in_a_loop_are_the_sequence():
+    """The state is carried in place, through a kernel that overwrites what it is given."""
+    t, arrays = 4, draw(dtype=jnp.bfloat16)
+    state = arrays.pop("state")
+    tokens = {name: jnp.stack([array * (n + 1) / t for n in range(t)]) for name, array in arrays.items()}
+    tokens = {name: array.astype(arrays[name].dtype) for name, array in tokens.items()}
+
+    def carried(implementation):
+        def one(held, token):
+            o, held = gated_delta_rule_step(held, **token, implementation=implementation)
+            return held, o
+
+        return jax.jit(lambda state, tokens: jax.lax.scan(one, state, tokens))(state, tokens)
+
+    with able_to_run("pallas_gpu"):
+        after, o = carried("pallas_gpu")
+    expected_after, expected_o = carried("reference")
+    np.testing.assert_allclose(after, expected_after, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(o.astype(jnp.float32), expected_o.astype(jnp.float32), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(("op", "gate"), [("delta_rule", None), ("gated_delta_rule", ()), ("kda", (128,))])
+def test_an_h200_gets_one_kernel_that_works_in_place(op, gate):
+    arrays = structs(b=16, h=16, hv=32, depth=128, width=128, dtype=jnp.bfloat16)
+    state, g = arrays.pop("state"), arrays.pop("g")
+    if gate is not None:
+        arrays["g"] = jax.ShapeDtypeStruct((*g.shape, *gate), g.dtype)
+    step = getattr(tilewright, f"{op}_step")
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(f"{op}_step", state, **arrays).decisions
+        text = jax.jit(lambda s, x: step(s, **x)).trace(state, arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert (decision.implementation, decision.launch.config) == ("pallas_gpu", PallasGpuConfig(32))
+    assert text.count("stablehlo.custom_call") == 1
+    assert "output_tuple_indices = [1], operand_index = 0" in text
+
+
+def test_the_kernel_is_traced_inside_shard_map(cpu_devices):
+    mesh = Mesh(np.array(cpu_devices[:2]), ("data",))
+    split = PartitionSpec("data")
+    arrays = structs(b=4)
+
+    def total(given):
+        o, after = gated_delta_rule_step(**given)
+        return o, after
+
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=(split,), out_specs=split)
+    with tilewright.target("h200"):
+        traced = jax.jit(sharded).trace(arrays)
+    assert "delta_rule_step" in str(traced.jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("chip", "b", "text"),
+    [
+        ("a100", 1, r"made for Hopper GPUs .* this is a a100 with 8.0; use implementation='reference'"),
+        ("h200", 0, r"B=0 leaves no block to launch; use implementation='reference'"),
+    ],
+)
+def test_what_it_refuses(chip, b, text):
+    arrays = draw(b=b)
+    with tilewright.target(chip):
+        with pytest.raises(tilewright.Unsupported, match=text):
+            gated_delta_rule_step(**arrays, implementation="pallas_gpu")
+        (decision,) = tilewright.explain("gated_delta_rule_step", **arrays).decisions
+    assert decision.implementation == "reference"
+    assert "not pallas_gpu: " in str(decision)
+
+
+def test_a_block_of_other_channels_is_refused():
+    with pytest.raises(ValueError, match=r"block_v=48 must be one of 16, 32, 64, 128 \(threads take .*; use 32"):
+        PallasGpuConfig(block_v=48)
+    assert [PallasGpuConfig.for_shape(v).block_v for v in (16, 32, 48, 50, 128)] == [16, 32, 16, 32, 32]
+
+
+def test_bad_input_names_the_step():
+    arrays = draw()
+    arrays["g"] = jnp.zeros((1, 1, 32))
+    with pytest.raises(ValueError, match=r"g is float32\[1, 1, 32\], one gate a key channel, which is the gate of kda"):
+        gated_delta_rule_step(**arrays)

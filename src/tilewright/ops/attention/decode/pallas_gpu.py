@@ -50,7 +50,7 @@ from tilewright.core.hopper import accumulate, padded, product, quotient, refusa
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.attention.decode.config import GPU_ROWS, GPU_WIDEST, PallasGpuConfig, gpu_tile_rows
-from tilewright.ops.attention.decode.xla import paged_attention_xla
+from tilewright.ops.attention.decode.gradient import with_plain_gradient
 from tilewright.ops.attention.gpu_tiles import LOG2_E, LOWEST, MASKED, scaled_logits
 from tilewright.ops.attention.gradient import Settings
 
@@ -395,7 +395,7 @@ def _combined(sums: jax.Array, highest: jax.Array, total: jax.Array, sinks: jax.
     return out.astype(dtype), logsumexp
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+@with_plain_gradient
 def _attend(
     q: Any,
     k: Any,
@@ -415,25 +415,6 @@ def _attend(
     else:
         sums, highest, total = _over_pools(run, q, k, v, lengths, page_table)
     return _combined(sums, highest, total, sinks, q.dtype)
-
-
-def _keep(*arguments: Any) -> tuple[Any, Any]:
-    return _attend(*arguments), arguments[:6]
-
-
-def _pull(window: int | None, scale: float, soft_cap: float | None, launch: Launch, saved: Any, cotangents: Any) -> Any:
-    del launch
-    q, k, v, page_table, lengths, sinks = saved
-
-    def plain(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return paged_attention_xla(q, k, v, page_table, lengths, sinks, window=window, scale=scale, soft_cap=soft_cap)
-
-    _, pullback = jax.vjp(plain, q, k, v, sinks)
-    dq, dk, dv, dsinks = pullback(cotangents)
-    return dq, dk, dv, None, None, dsinks
-
-
-_attend.defvjp(_keep, _pull)
 
 
 def paged_attention_pallas_gpu(

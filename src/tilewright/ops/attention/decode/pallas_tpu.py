@@ -34,7 +34,7 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
 from tilewright.ops.attention.decode.config import PallasTpuConfig
-from tilewright.ops.attention.decode.xla import paged_attention_xla
+from tilewright.ops.attention.decode.gradient import with_plain_gradient
 from tilewright.ops.attention.tpu_tiles import LOG2_E, LOWEST, MASKED, dot_f32, pad_to
 
 Config = PallasTpuConfig
@@ -265,28 +265,7 @@ def _forward(
     return ungrouped(out), ungrouped(logsumexp[..., 0])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
-def _attend(*arguments: Any) -> tuple[jax.Array, jax.Array]:
-    return _forward(*arguments)
-
-
-def _keep(*arguments: Any) -> tuple[Any, Any]:
-    return _forward(*arguments), arguments[:6]
-
-
-def _pull(window: int | None, scale: float, soft_cap: float | None, launch: Launch, saved: Any, cotangents: Any) -> Any:
-    del launch
-    q, k, v, page_table, lengths, sinks = saved
-
-    def plain(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return paged_attention_xla(q, k, v, page_table, lengths, sinks, window=window, scale=scale, soft_cap=soft_cap)
-
-    _, pullback = jax.vjp(plain, q, k, v, sinks)
-    dq, dk, dv, dsinks = pullback(cotangents)
-    return dq, dk, dv, None, None, dsinks
-
-
-_attend.defvjp(_keep, _pull)
+_attend = with_plain_gradient(_forward)
 
 
 def paged_attention_pallas_tpu(

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.aot.record import DUMPS
-from tilewright.aot.schedule import NotReadable, Schedule, dumped_kernels, read_schedule, read_vmem
+from tilewright.aot.compiler import _dumped_names
+from tilewright.aot.program import UNNAMED, Kernel
+from tilewright.aot.schedule import NotReadable, Schedule, custom_calls, dumped_kernels, read_schedule, read_vmem
 
 
 def recorded(name: str, *, grid_steps: int, mxu_rows_per_cycle: int = 4) -> Schedule:
@@ -72,3 +74,28 @@ def test_a_dump_in_another_form_is_refused_not_guessed(tmp_path: Path) -> None:
         read_schedule("x", straight, utilization.read_text(), grid_steps=8, mxu_rows_per_cycle=4)
     assert dumped_kernels(tmp_path) == {}
     assert read_vmem(tmp_path) == {}
+
+
+def test_the_programs_calls_in_its_order(tmp_path: Path) -> None:
+    (tmp_path / "17-TLP-hlo.txt").write_text(
+        "  %pad.2 = bf16[8]{0} fusion(%p.1), kind=kLoop\n"
+        '  %outer.3 = bf16[8]{0:T(8,128)} custom-call(%pad.2), custom_call_target="tpu_custom_call", metadata={}\n'
+        '  %sharding.4 = bf16[8]{0} custom-call(%outer.3), custom_call_target="Sharding"\n'
+        '  ROOT %outer.5 = bf16[8]{0} custom-call(%outer.3), custom_call_target="tpu_custom_call"\n'
+    )
+    assert custom_calls(tmp_path) == ["outer.3", "outer.5"]
+
+
+def test_kernels_without_a_name_are_the_calls_left_over() -> None:
+    """JAX's own flash attention gives its kernels none: the compiler calls them after the function."""
+
+    def named(*names: str) -> tuple[Kernel, ...]:
+        return tuple(Kernel(name, (1,), False, None, None) for name in names)
+
+    dumped = ["TLP", "fusion.1", "jvp_matmul_.2", "outer.3", "outer.5"]
+    calls = ["outer.3", "jvp_matmul_.2", "outer.5"]
+    of = named(UNNAMED, "matmul", UNNAMED)
+    assert _dumped_names(of, dumped, calls) == {0: "outer.3", 1: "jvp_matmul_.2", 2: "outer.5"}
+    # With one call too many nothing tells them apart; and a kernel with a name is never taken for another.
+    assert _dumped_names(named(UNNAMED, "matmul"), dumped, calls) == {1: "jvp_matmul_.2"}
+    assert _dumped_names(named("softmax"), dumped, ["outer.3"]) == {}

@@ -26,8 +26,16 @@ import numpy as np
 
 from tilewright.aot import worker
 from tilewright.aot.diagnosis import diagnose
-from tilewright.aot.program import Kernel, NotTraceable, Program, lower
-from tilewright.aot.schedule import Allocation, NotReadable, Schedule, dumped_kernels, read_schedule, read_vmem
+from tilewright.aot.program import UNNAMED, Kernel, NotTraceable, Program, lower
+from tilewright.aot.schedule import (
+    Allocation,
+    NotReadable,
+    Schedule,
+    custom_calls,
+    dumped_kernels,
+    read_schedule,
+    read_vmem,
+)
 from tilewright.aot.toolchain import Toolchain, home
 from tilewright.core.chip import Chip
 
@@ -36,7 +44,7 @@ TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
 _TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 _DUMPS = "final_bundles|final_hlo-static-per-bundle-utilization"
 # Part of a cache key: raise it when what is kept of a compile changes.
-_KEPT = 4
+_KEPT = 5
 
 
 @dataclass(frozen=True)
@@ -313,22 +321,37 @@ def _sizes(told: dict[str, Any]) -> dict[str, int]:
     return {name: int(told[name]) for name in ("code_bytes", "argument_bytes", "output_bytes", "temp_bytes")}
 
 
+def _dumped_names(kernels: tuple[Kernel, ...], dumped: list[str], calls: list[str]) -> dict[int, str]:
+    """The compiler's name for each kernel, by the kernel's place, as far as they can be told.
+
+    It has the kernel's name in it, between the transformations that made it and a number. A kernel that was given no name
+    has the name of a function around it: such kernels are the calls that are left over, if those are as many.
+    """
+    names: dict[int, str] = {}
+    for place, kernel in enumerate(kernels):
+        matching = [name for name in dumped if kernel.name in name and name not in names.values()]
+        if matching:
+            names[place] = min(matching, key=len)
+    without = [place for place, kernel in enumerate(kernels) if place not in names and kernel.name == UNNAMED]
+    left = [name for name in calls if name in dumped and name not in names.values()]
+    if len(without) == len(left):
+        names.update(zip(without, left, strict=True))
+    return names
+
+
 def _schedules(kernels: tuple[Kernel, ...], dumps: Path, chip: Chip) -> tuple[dict[str, Schedule], dict[str, str]]:
     """Each kernel's schedule by its place in the program, and why one could not be read."""
     found, vmem = dumped_kernels(dumps), read_vmem(dumps)
     schedules: dict[str, Schedule] = {}
     unread: dict[str, str] = {}
-    taken: set[str] = set()
+    names = _dumped_names(kernels, list(found), custom_calls(dumps))
     assert chip.mxus is not None
     assert chip.mxu_rows_per_cycle is not None
     for place, kernel in enumerate(kernels):
-        # The compiler's name has the kernel's in it, between the transformations that made it and a number.
-        matching = [name for name in found if kernel.name in name and name not in taken]
-        if not matching:
+        name = names.get(place)
+        if name is None:
             unread[str(place)] = "the compiler dumped no schedule of it (it may be the same as another's)"
             continue
-        name = min(matching, key=len)
-        taken.add(name)
         bundles, utilization = found[name]
         try:
             schedule = read_schedule(

@@ -18,6 +18,9 @@ from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Unsupported
 from tilewright.core.target import target
 
+UNNAMED = "kernel"
+"""What a kernel is called whose `pallas_call` was given no name."""
+
 # Beyond this many grid steps the blocks that are fetched are not counted one by one.
 _MOST_STEPS = 1_000_000
 
@@ -134,7 +137,7 @@ def _kernel(equation: Any) -> Kernel:
     mapping, parameters = equation.params["grid_mapping"], equation.params["compiler_params"]
     semantics = getattr(parameters, "dimension_semantics", None) or ()
     parallel = any("parallel" in str(word).lower() for word in semantics)
-    name = equation.params.get("name") or "kernel"
+    name = equation.params.get("name") or UNNAMED
     if not all(isinstance(size, int) for size in mapping.grid):
         return Kernel(name, (), parallel, None, "the size of its grid is known only at run time")
     grid = tuple(int(size) for size in mapping.grid)

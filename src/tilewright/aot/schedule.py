@@ -291,6 +291,19 @@ def dumped_kernels(folder: Path) -> dict[str, tuple[Path, Path]]:
     return found
 
 
+_CUSTOM_CALL = re.compile(r"%(?P<name>\S+) = .*custom_call_target=\"tpu_custom_call\"")
+
+
+def custom_calls(folder: Path) -> list[str]:
+    """The compiler's names for the program's kernels, in its order."""
+    return [
+        match["name"]
+        for program in sorted(folder.glob("*-hlo.txt"))
+        for line in program.read_text(errors="replace").splitlines()
+        if (match := _CUSTOM_CALL.search(line))
+    ]
+
+
 def read_vmem(folder: Path) -> dict[str, tuple[Allocation, ...]]:
     """The VMEM that each kernel was given, by the compiler's name for the kernel."""
     found: dict[str, tuple[Allocation, ...]] = {}

@@ -105,7 +105,12 @@ def main() -> None:
             (OURS,) * 3,
             (WINDOW**2 // 4, whole_bwd),
         ),
-        Entry("flash, causal", jax_flash(causal=True), (THEIRS,) * 3, (512 * 1024,)),
+        Entry(
+            "flash, causal",
+            with_gradients(jax_flash(causal=True)),
+            (THEIRS,) * 3,
+            (512 * 1024, 512 * 512, 512 * 512),
+        ),
         Entry(
             "splash, causal",
             with_gradients(jax_splash(splash_masks.CausalMask((T, T)))),

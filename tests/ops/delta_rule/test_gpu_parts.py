@@ -40,7 +40,7 @@ def on_gpu(op, parts):
         ("gated_delta_rule", 3, 1, {"gate": 0.03}),
         ("kda", 3, 1, {"gate": 0.03}),
         # A part a chunk, segments that end inside parts, grouped heads, widths of three tiles of 64.
-        ("gated_delta_rule", 5, 2, {"segments": 3, "v": 80}),
+        pytest.param("gated_delta_rule", 5, 2, {"segments": 3, "v": 80}, marks=pytest.mark.slow),
         pytest.param("kda", 5, 2, {"segments": 3, "v": 80}, marks=pytest.mark.slow),
         pytest.param("delta_rule", 3, 1, {"k": 128, "v": 128}, marks=pytest.mark.slow),
         pytest.param("kda", 4, 1, {"k": 128, "v": 128, "gate": 30.0}, marks=pytest.mark.slow),
@@ -55,7 +55,7 @@ def test_values_and_gradients(op, parts, hv, more):
         assert one.verdict.ok, f"{one.quantity}: {one.verdict}"
 
 
-@GATED
+@pytest.mark.parametrize("op", ["gated_delta_rule", pytest.param("kda", marks=pytest.mark.slow)])
 def test_two_parts_are_two_calls_chained_to_the_bit(op):
     """The second part begins with what the first ends with: no transition is needed, so none rounds."""
     arrays = drawn(op, 4 * 64).draw("bfloat16", 0)
@@ -70,7 +70,7 @@ def test_two_parts_are_two_calls_chained_to_the_bit(op):
     np.testing.assert_array_equal(final, state)
 
 
-@GATED
+@pytest.mark.parametrize("op", [pytest.param("gated_delta_rule", marks=pytest.mark.slow), "kda"])
 def test_nothing_later_changes_what_was(op):
     """To the bit, inside a chunk and in the parts behind it, where values are not even finite."""
     arrays, t = drawn(op, 300, gate=0.01).draw("bfloat16", 0), 150

@@ -27,9 +27,8 @@ from tilewright.ops.delta_rule.chunk import Masks, channel_scores
 from tilewright.ops.delta_rule.products import Exactness, times
 
 _COARSE = 2.0**14
-_LIMIT = (
-    64.0  # exp(64) is 6e27: it and its reciprocal leave a float32 product with ordinary numbers room on both sides.
-)
+# exp(64) is 6e27: it and its reciprocal leave a float32 product with ordinary numbers room on both sides.
+_LIMIT = 64.0
 
 
 def _for_all(mask: jax.Array, like: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ The state at the end of a part is linear in the state at its start, S_end = M S_
    first part begins with the initial state and needs no M;
 2. over all parts at once, each from its own start, for the outputs.
 
-Between the two `starts` goes from part to part with a product each. States are as the kernels hold them, transposed
+Between the two `_starts` goes from part to part with a product each. States are as the kernels hold them, transposed
 [V, K], and so is M: S_end^T = S_start^T M^T + L^T.
 
 The second pass has the work of the whole forward, the first up to 1.3 times it for V = K: it pays where it fills
@@ -18,6 +18,7 @@ is as exact as what passes from chunk to chunk. A start depends on the parts bef
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import Accumulator, accumulate, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
-from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WARPGROUPS
-from tilewright.ops.delta_rule.gpu_tiles import HALVES, WGMMA, compiler_params, halves
+from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WARPGROUPS, PallasGpuConfig
+from tilewright.ops.delta_rule.gpu_tiles import CHUNK, HALVES, WGMMA, compiler_params, halves
 
 _STAGES = 2
 
@@ -110,18 +111,10 @@ class Columns:
                 plgpu.wait_smem_to_gmem(0)
 
 
-def warpgroups_for_ends(width: int, depth: int) -> int:
+def _warpgroups_for_ends(width: int, depth: int) -> int:
     """Warpgroups to a block of the first pass, that share its keys."""
     tiles = (width + depth) // GPU_TILE
     return GPU_WARPGROUPS if tiles % GPU_WARPGROUPS == 0 else 1
-
-
-def types_of_ends(b: int, hv: int, parts: Parts, width: int, depth: int, like: Any) -> list[jax.ShapeDtypeStruct]:
-    """What the first pass writes of each of its parts: L, [B, HV, parts, V, K], and the halves of M."""
-    return [
-        output_like((b, hv, parts.count, width, depth), jnp.float32, like),
-        output_like((b, hv, parts.count, HALVES, depth, depth), jnp.bfloat16, like),
-    ]
 
 
 def _starts_kernel(*refs: Any, parts: int, interpreted: bool):
@@ -172,7 +165,7 @@ def _starts_kernel(*refs: Any, parts: int, interpreted: bool):
     lax.fori_loop(1, parts, one_part, (state, read(ends_ref.at[b, hv, min(1, parts - 1)])))
 
 
-def starts(initial: jax.Array, ends: jax.Array, transitions: jax.Array, launch: Launch) -> jax.Array:
+def _starts(initial: jax.Array, ends: jax.Array, transitions: jax.Array, launch: Launch) -> jax.Array:
     """The state before each part, [B, HV, parts, V, K], from the initial one [B, HV, 1, V, K] and the first pass."""
     b, hv, parts, width, depth = ends.shape
     return plgpu.kernel(
@@ -188,3 +181,28 @@ def starts(initial: jax.Array, ends: jax.Array, transitions: jax.Array, launch: 
         compiler_params=compiler_params(),
         interpret=gpu_interpret_params(launch.interpret),
     )(initial, ends, transitions)
+
+
+def carry_in_parts(
+    carry: Callable[..., Any], states: jax.Array, v: jax.Array, chunks: int, launch: Launch, *, keep: bool
+) -> tuple[jax.Array, ...]:
+    """o, the final state and, to keep for a backward, the state before each chunk and the errors of its tokens.
+
+    `carry(parts, states, out_type, warpgroups=, ends=)` runs a state kernel from `states` [B, HV, parts, V, K], the initial
+    one or one a part. For `ends` what it writes of each part is L, [B, HV, parts, V, K], and the halves of M.
+    """
+    config: PallasGpuConfig = launch.config
+    whole, (b, _, hv, width), depth = Parts.of(chunks, config.parts), v.shape, states.shape[-1]
+    if whole.count > 1:
+        to_end = whole.without_last()
+        types = [
+            output_like((b, hv, to_end.count, width, depth), jnp.float32, v),
+            output_like((b, hv, to_end.count, HALVES, depth, depth), jnp.bfloat16, v),
+        ]
+        ends, transitions = carry(to_end, states, types, warpgroups=_warpgroups_for_ends(width, depth), ends=True)
+        states = _starts(states, ends, transitions, launch)
+    types = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
+    if keep:
+        types.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
+        types.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
+    return tuple(carry(whole, states, types, warpgroups=config.warpgroups, ends=False))

@@ -59,7 +59,7 @@ from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule import pallas_gpu_kda
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE, coarse_and_fine
 from tilewright.ops.delta_rule.config import GPU_TILE, GPU_WIDEST_KEY, PallasGpuConfig
-from tilewright.ops.delta_rule.gpu_parts import Columns, Parts, starts, types_of_ends, warpgroups_for_ends
+from tilewright.ops.delta_rule.gpu_parts import Columns, Parts, carry_in_parts
 from tilewright.ops.delta_rule.gpu_tiles import (
     ACROSS,
     BETA,
@@ -93,8 +93,7 @@ Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
 
 _STAGES = 2  # Chunks on chip.
-
-
+_WARPGROUPS = 3  # Of a thread block that writes outputs.
 # Of a warpgroup with a state and of the one that fetches, where only the ends of parts are asked for.
 _END_REGISTERS = 240, 24
 
@@ -384,7 +383,6 @@ def _forward(
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
     chunks, group = t // CHUNK, hv // h
-    whole = Parts.of(chunks, config.parts)
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {"compiler_params": compiler_params(), "interpret": gpu_interpret_params(launch.interpret)}
     bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
@@ -405,12 +403,13 @@ def _forward(
         **common,
     )(k, gates)
 
-    def carry(parts: Parts, out_type: list[Any], roles: _Roles, *, ends: bool = False, keep: bool = False) -> Any:
+    def carry(parts: Parts, states: jax.Array, out_type: list[Any], *, warpgroups: int, ends: bool) -> Any:
+        roles = _Roles(warpgroups, 1 if ends else _WARPGROUPS - warpgroups)
         body = functools.partial(
             _state_kernel,
             parts=parts,
             ends=ends,
-            keep=keep,
+            keep=keep and not ends,
             group=group,
             roles=roles,
             scale=scale,
@@ -440,16 +439,7 @@ def _forward(
             **common,
         )(q, k, v, x, gates, states)
 
-    if whole.count > 1:
-        to_end = whole.without_last()
-        end_types = types_of_ends(b, hv, to_end, width, depth, v)
-        ends, transitions = carry(to_end, end_types, _Roles(warpgroups_for_ends(width, depth), 1), ends=True)
-        states = starts(states, ends, transitions, launch)
-    out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    if keep:
-        out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
-        out_type.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
-    o, final, *kept = carry(whole, out_type, _Roles(config.warpgroups, 3 - config.warpgroups), keep=keep)
+    o, final, *kept = carry_in_parts(carry, states, v, chunks, launch, keep=keep)
     final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]
     return o[:, :true_t, :, :true_width], final, *((x, gates, *kept) if keep else ())
 

@@ -47,7 +47,7 @@ from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
 from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig
-from tilewright.ops.delta_rule.gpu_parts import Columns, Parts, starts, types_of_ends, warpgroups_for_ends
+from tilewright.ops.delta_rule.gpu_parts import Columns, Parts, carry_in_parts
 from tilewright.ops.delta_rule.gpu_tiles import (
     BLOCK,
     CHANNELS,
@@ -413,7 +413,6 @@ def _forward(
     b, t, h, depth = q.shape
     hv, width = v.shape[2:]
     chunks, group = t // CHUNK, hv // h
-    whole = Parts.of(chunks, config.parts)
     beta = per_chunk(in_chunks(beta))
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {
@@ -452,7 +451,7 @@ def _forward(
         **common,
     )(q, k, g, beta)
 
-    def carry(parts: Parts, out_type: list[Any], *, warpgroups: int, ends: bool = False) -> Any:
+    def carry(parts: Parts, states: jax.Array, out_type: list[Any], *, warpgroups: int, ends: bool) -> Any:
         body = functools.partial(
             _state_kernel, parts=parts, ends=ends, warpgroups=warpgroups, scale=scale, interpreted=interpreted
         )
@@ -477,16 +476,7 @@ def _forward(
             **common,
         )(q_into, k_into, k_onward, v, x, p, across, states)
 
-    if whole.count > 1:
-        to_end = whole.without_last()
-        end_types = types_of_ends(b, hv, to_end, width, depth, v)
-        ends, transitions = carry(to_end, end_types, warpgroups=warpgroups_for_ends(width, depth), ends=True)
-        states = starts(states, ends, transitions, launch)
-    out_type = [output_like(v.shape, jnp.bfloat16, v), output_like((b, hv, width, depth), jnp.float32, v)]
-    if keep:
-        out_type.append(output_like((b, hv, chunks, width, depth), jnp.bfloat16, v))
-        out_type.append(output_like((b, hv, chunks, HALVES, width, CHUNK), jnp.bfloat16, v))
-    o, final, *kept = carry(whole, out_type, warpgroups=config.warpgroups)
+    o, final, *kept = carry_in_parts(carry, states, v, chunks, launch, keep=keep)
     final = jnp.swapaxes(final, 2, 3)[..., :true_depth, :true_width]
     kept = (x, p, q_into, k_into, k_onward, across, *kept) if keep else ()
     return o[:, :true_t, :, :true_width], final, *kept

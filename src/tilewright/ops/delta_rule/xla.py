@@ -248,21 +248,22 @@ def _kept(across: Any, state: jax.Array) -> jax.Array:
 
 def _pass_on(
     state: jax.Array, ready: _Ready, inverted: jax.Array, v: jax.Array, how: Exactness
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The state [B, H, G, K, V] after the chunks; q S and E of each."""
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """The state [B, H, G, K, V] after the chunks; q S and E of each, and the state before it (on a CPU None: `_states`)."""
     c = v.shape[-2]
+    keep = how is not Exactness.ON_CPU
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
         asked, written, across, inverted, v = chunk
         found = times(asked, state, "nn", how)  # [2 C, V]
         error = times(inverted, v - found[..., c:, :], "nn", how)  # [C, V]
-        return _kept(across, state) + times(written, error, "nn", how), (found[..., :c, :], error)
+        kept = state if keep else None
+        return _kept(across, state) + times(written, error, "nn", how), (found[..., :c, :], error, kept)
 
     # What is multiplied transposed is turned before, all chunks at once.
     chunks = _apart((ready.asked, _transposed(ready.written), ready.across, inverted, v), how)
     after, found = _scan(step, state, chunks, how)
-    of_q, errors = _together(found, how)
-    return after, of_q, errors
+    return after, *_together(found, how)
 
 
 def _states(state: jax.Array, ready: _Ready, errors: jax.Array, how: Exactness) -> Any:
@@ -373,7 +374,7 @@ def _forward(
         tokens, values, starts = block
         ready = _ready(tokens, starts, chunk=chunk, how=how)
         inverted = _inverse(ready.scores[..., chunk:, :], how)
-        after, of_q, errors = _pass_on(state, ready, inverted, _chunks(values, h, chunk).astype(state.dtype), how)
+        after, of_q, errors, _ = _pass_on(state, ready, inverted, _chunks(values, h, chunk).astype(state.dtype), how)
         o = scale * (of_q + times(ready.scores[..., :chunk, :], errors, "nn", how))
         return after, (
             _unchunk(o.astype(v.dtype)),
@@ -400,10 +401,11 @@ def backward(scale: float, launch: Launch, saved: Any, cotangents: Any) -> tuple
         if solved is None:
             inverted = _inverse(ready.scores[..., chunk:, :], how)
             values = _chunks(values, h, chunk).astype(state.dtype)
-            errors, read = _pass_on(state, ready, inverted, values, how)[2], ready.scores[..., :chunk, :]
+            _, _, errors, states = _pass_on(state, ready, inverted, values, how)
+            read = ready.scores[..., :chunk, :]
         else:
             inverted, errors, read = solved
-        states = _states(state, ready, errors, how)
+            states = _states(state, ready, errors, how)
         d_o = scale * _chunks(d_o, h, chunk).astype(state.dtype)
         d_state, d_v, d_ready = _pull_back(ready, inverted, read, states, errors, d_after, d_o, how)
         return d_state, (*pull(d_ready)[0], _unchunk(d_v.astype(v.dtype)))

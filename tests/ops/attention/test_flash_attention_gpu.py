@@ -11,6 +11,7 @@ from tests.ops.contract import able_to_run, assert_close
 from tilewright import flash_attention, masks
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
+from tilewright.ops.attention import pallas_gpu_bwd
 from tilewright.ops.attention.cases import _case
 from tilewright.ops.attention.config import PallasGpuConfig
 from tilewright.workbench.check import CaseCheck, call, call_with_gradients
@@ -64,6 +65,30 @@ def test_vmap_of_the_gpu_kernel() -> None:
     for position, held in enumerate(checks):
         for quantity, values in got.items():
             assert_close(values[position], held.plain[quantity], held.oracle[quantity], f"vmap {quantity}")
+
+
+def test_the_backward_takes_as_few_heads_together_as_keep_a_gpu_busy() -> None:
+    assert pallas_gpu_bwd._heads_together(16, 256, 132) == 2
+    assert pallas_gpu_bwd._heads_together(16, 64, 132) == 8
+    assert pallas_gpu_bwd._heads_together(7, 64, 132) == 7
+    assert pallas_gpu_bwd._heads_together(16, 4, 132) == 16
+    assert pallas_gpu_bwd._heads_together(1, 4096, 132) == 1
+
+
+def test_the_order_of_heads_does_not_change_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads side by side, and one after the other: the sums of dq have no order, so the bits are the same."""
+    q, k, v = draw(t=140, s=140, h=2, kv=2, d=32, dtype="bfloat16")
+
+    def gradients(together: int) -> list[jax.Array]:
+        monkeypatch.setattr(pallas_gpu_bwd, "_heads_together", lambda *_: together)
+        with able_to_run("pallas_gpu"):
+            out, pull = jax.vjp(lambda *a: flash_attention(*a, causal=True, implementation="pallas_gpu"), q, k, v)
+            return [out, *pull(jnp.ones_like(out))]
+
+    side_by_side = gradients(2)
+    assert all(float(jnp.max(jnp.abs(x))) > 0 for x in side_by_side)
+    for got, expected in zip(gradients(1), side_by_side, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-9])

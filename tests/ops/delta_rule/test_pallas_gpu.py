@@ -10,7 +10,10 @@ from tests.ops.contract import able_to_run
 from tilewright import gated_delta_rule
 from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import judge
+from tilewright.ops.delta_rule.cases import _case
 from tilewright.ops.delta_rule.config import PallasGpuConfig
+from tilewright.ops.delta_rule.gpu_tiles import CHUNK, Round
+from tilewright.workbench.check import CaseCheck
 
 
 def draw(t=150, h=1, hv=1, depth=64, width=80, seed=0):
@@ -64,6 +67,39 @@ def test_like_keys_do_not_break_the_inverse():
     for value, want in zip(on_gpu(arrays), oracle, strict=True):
         verdict = judge(value, want.astype(jnp.bfloat16).astype(jnp.float32), want)
         assert verdict.ok, str(verdict)
+
+
+def test_the_rounds_of_kda_have_every_pair_once_with_its_gates():
+    """Whoever falls, and wherever: what two tokens are scaled by in the round that has them is the decay between them."""
+    i, j = (jnp.asarray(axis) for axis in np.indices((CHUNK, CHUNK)))
+    g = np.random.default_rng(0).normal(size=CHUNK)
+    between = np.array([[g[b + 1 : a + 1].sum() for b in range(CHUNK)] for a in range(CHUNK)])
+    for in_chunk, in_block in ((CHUNK, CHUNK), (20, CHUNK), (40, 8), (10, 3), (0, 0)):
+        # From these tokens on rows have fallen: from the chunk's start, and from the start of their block.
+        fallen = [jnp.where(i[:, 0] % size >= first, -1e3, 0.0) for size, first in ((64, in_chunk), (32, in_block))]
+        rounds = int(Round.until(jnp.int32(in_chunk < CHUNK), jnp.int32(in_block < CHUNK)))
+        found = np.zeros((CHUNK, CHUNK), int)
+        for level in range(rounds):
+            now = Round.of(jnp.int32(level))
+            pairs = np.asarray(now.pairs(i, j, *fallen))
+            scaled = np.asarray(now.exponents(i, j)) @ g
+            sign = -1 if bool(now.from_start) else 1
+            found += pairs
+            np.testing.assert_allclose((scaled[:, None] + sign * scaled[None])[pairs], between[pairs], atol=1e-12)
+        np.testing.assert_array_equal(found, np.tri(CHUNK, dtype=int))
+
+
+@pytest.mark.parametrize(
+    "gate", [2.0, pytest.param(1.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)]
+)
+def test_kda_with_gates_that_fall_in_a_chunk(gate: float):
+    """In 64 tokens by e^-100, and in 32 by half of it; by less than one product can have; in 32 tokens by more."""
+    case = _case("kda", "falls", 1, 70, 1, 64, 64, gate=gate, state=True)
+    held = CaseCheck(find_op("kda"), case, "bfloat16")
+    with able_to_run("pallas_gpu"):
+        results = held.check("pallas_gpu")
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
 
 @pytest.mark.parametrize(

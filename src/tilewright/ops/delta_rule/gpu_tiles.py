@@ -4,6 +4,7 @@ Tiles of values are often transposed, [V, C] for a chunk of C tokens: the state 
 row, and takes its place as the left operand of a product from registers.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,12 +28,14 @@ _NOTHING = -1e30  # Its exponential is 0.
 COARSE, FINE, BETA, INTO, ONWARD, ACROSS = range(6)
 GATE_ROWS = 6
 
-# Of gates a channel (KDA): channels of a part of the keys, of which a tile in float32 is 32 registers a thread; and inside
-# blocks of so many tokens keys are scaled to the block's start, while its gates sum to less than that exponent of 2.
+# Of gates a channel (KDA): channels of a part of the keys, of which a tile in float32 is 32 registers a thread; and, where
+# gates sum to more than that exponent of 2 in a chunk, the tokens of its blocks (`Round`).
 CHANNELS = 64
 BLOCK = 32
 LARGEST_EXPONENT = 115.0  # bfloat16 has 127, and the rest of a rounded number is 2^-9 of it.
 LOG2_E = 1.4426950408889634
+# The first round (`Round`) that takes the second half of something with its first, and how many there are.
+_BETWEEN, _ROUNDS = 2, 9
 
 
 def compiler_params(*, barriers: bool = False) -> plgpu.CompilerParams:
@@ -138,6 +141,54 @@ def sums_of_gates(both: Any, mask: jax.Array, *, interpreted: bool) -> jax.Array
     return product(SQUARE, lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), both), interpreted=interpreted)
 
 
+@dataclass(frozen=True)
+class Round:
+    """With a gate a channel, pairs of tokens whose scores are made by one product, for the exponents that it can have.
+
+    Rows are taken for as long as they have not fallen too far in any channel, from the start that they are scaled to:
+
+    - level 0: all pairs, scaled to the chunk's start;
+    - of rows that have fallen from it, level 1: pairs in the same block of 32, scaled to its start; level 2: the second
+      block with the first, both scaled to the middle, so that exponents are at most 0;
+    - of rows that have fallen from their block's start, level 3 and on: the second half of a block of 32, 16, 8, 4 and 2
+      with its first, scaled to its middle; the token itself.
+
+    Which levels a row takes part in depends on tokens up to it alone.
+    """
+
+    level: Any
+    from_start: Any
+    """Else to the middle."""
+    size: Any
+    """Of a block, or of half of one."""
+
+    @staticmethod
+    def of(level: Any) -> "Round":
+        half = lax.shift_right_logical(BLOCK, jnp.maximum(level - _BETWEEN, 0))
+        return Round(level, level < _BETWEEN, jnp.where(level == 0, CHUNK, jnp.where(level < _BETWEEN, BLOCK, half)))
+
+    @staticmethod
+    def until(some_fall: jax.Array, more_fall: jax.Array) -> jax.Array:
+        """How many rounds there are, where rows fall from the chunk's start, or from their blocks' (0 or 1)."""
+        return jnp.where(more_fall > 0, _ROUNDS, jnp.where(some_fall > 0, _BETWEEN + 1, 1))
+
+    def exponents(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Of the tokens j, those whose gates are between i and where it is scaled to."""
+        upward = self.from_start | ((i & self.size) != 0)
+        return jnp.where(upward, j <= i, j > i) & ((i ^ j) < self.size)
+
+    def pairs(self, i: jax.Array, j: jax.Array, in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
+        """The pairs [C, C] that this round has; how low each row has fallen in the chunk and in its block, [C]."""
+        in_chunk, in_block = (jnp.where(lowest < -LARGEST_EXPONENT, 1, 0) for lowest in (in_chunk, in_block))
+        # Who has fallen in a block has fallen in the chunk, but for positive gates before it.
+        of_fallen = jnp.where(self.level == 1, 1 - in_block, jnp.where(self.level > _BETWEEN, in_block, 1))
+        rows = jnp.where(self.level == 0, 1 - in_chunk, in_chunk * of_fallen)
+        least = jnp.where(self.from_start, 0, self.size)
+        most = jnp.where(self.from_start, self.size, jnp.maximum(2 * self.size, 1))
+        apart = i ^ j
+        return (apart >= least) & (apart < most) & (i >= j) & (lax.broadcast_in_dim(rows, SQUARE, [0]) > 0)
+
+
 def lowest_of_all(lowest: jax.Array, everywhere: Any) -> jax.Array:
     """Of numbers that belong to rows, the lowest: a number that all warps have. `everywhere` [C] is for it to work in."""
     everywhere[...] = lowest
@@ -157,11 +208,14 @@ def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_pair: An
     makes up for the roundings of the rounds before. Blocks of tokens are merged, never powers of L summed: those overflow
     for like keys.
     """
-    keep_halves(l_both, halves(lower))
     # i xor j is less than 2^level where i and j are in the same block of 2^level.
     apart = lax.bitwise_xor(i, j)
     one = jnp.where(apart == 0, 1.0, 0.0)
-    x = one - jnp.where(apart == 1, lower, 0.0)
+    keep_halves(l_both, halves(-one - lower))
+    # Chosen, not subtracted: so `_inverse_kernel` has 127 registers a thread, and a multiprocessor four of its blocks.
+    x = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -lower, 0.0))
+    # On the diagonal X (I + L) is 1 to the bit, so that nothing is missing.
+    apart = jnp.where(apart == 0, CHUNK * CHUNK, apart)
 
     def step(level: Any, x: jax.Array) -> jax.Array:
         rounded = x.astype(jnp.bfloat16)
@@ -169,10 +223,10 @@ def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_pair: An
         x_tile = x_pair.at[pl.ds(lax.rem(level, jnp.int32(2)) * CHUNK, CHUNK)]
         x_tile[...] = rounded
         plgpu.commit_smem()
-        x = rounded.astype(jnp.float32)
         twice = jnp.concatenate([rounded, rounded], axis=1)
-        x_l = product(SQUARE, lambda sum_: sum_.add(twice, l_both), interpreted=interpreted)
-        missing = jnp.where(lax.shift_right_logical(apart, level) == 0, one - x - x_l, 0.0).astype(jnp.bfloat16)
+        missing = product(SQUARE, lambda sum_: sum_.add(twice, l_both), interpreted=interpreted)
+        missing = jnp.where(apart < lax.shift_left(1, level), missing, 0.0).astype(jnp.bfloat16)
+        x = rounded.astype(jnp.float32)
         (x,) = accumulate((x,), lambda sum_: sum_.add(missing, x_tile), interpreted=interpreted)
         return x
 

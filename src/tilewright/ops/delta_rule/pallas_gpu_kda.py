@@ -9,12 +9,11 @@ Notation as in pallas_gpu_bwd.py, with gates a channel: G_id is the sum of g ove
 `_scores_kernel` makes X, P beta and the three scaled operands of every chunk, all chunks at once; `_state_kernel`
 carries S through them with nothing but products.
 
-Scores. exp(G_i - G_j) does not factor without overflow, so the chunk is cut in two. For i in the second half and j in the
-first, both sides are scaled to the middle: exponents are at most 0. Inside a half both are scaled to its start: q_i
-exp(G_i - G_start) and k_j exp(G_start - G_j), whose exponent is positive. That is right while G falls by less than 80 in 32
-tokens, gates of -2.5. Rows for which it falls further are cut again, by halves of 16, 8, 4, 2 and 1 tokens, in a loop that
-is empty where there are none. Which way a row takes depends on tokens up to it alone: on its own G, which is the lowest
-so far unless positive gates brought it back.
+Scores. exp(G_i - G_j) does not factor without overflow. While G falls by less than 80 in the chunk, gates of -1.25, both
+sides are scaled to its start: q_i exp(G_i) and k_j exp(-G_j), whose exponent is positive. The rows are then what S meets,
+too. Rows for which G falls further take more rounds (`Round`): blocks of 32 tokens, and halves of 32, 16, 8, 4, 2 and 1.
+A loop has one round where no row of the chunk needs more, three, or nine. Which ones a row takes depends on tokens up to
+it alone: on its own G, which is the lowest so far unless positive gates brought it back.
 
 Sums of gates are products of the matrix unit with zeros and ones, of the gates' bfloat16 and the rest: nothing is a
 difference of two sums.
@@ -25,10 +24,14 @@ scaled operands, X and P are written and read, 26 D bytes more at D = 128. H96 T
 Numerics: as in pallas_gpu.py. Rounded once, since they add less than half of the rounding of o: k and q as S meets them,
 and k in M. q in P, k in P, and k as it goes into S are split.
 
-By an H200 (driver 580.159.04, jax 0.11.2), H96 T8192 D128, what brought `_scores_kernel` from 3.7 ms to 1.4: rounds in
+By an H200 (driver 580.159.04, jax 0.11.2), H96 T8192 D128, what brought `_scores_kernel` from 3.7 ms to 1.0: rounds in
 loops instead of one by one, 2.8 (12,600 instructions of PTX do not stay in the instruction cache); no addresses and masks
 kept from before the loops (`place`), 1.7 (a thread spilled 750 bytes, and the shared memory leaves 20 KB of cache for
-that); blocks of 32 tokens instead of 16, 1.4. Two chunks to a thread block instead of three: 1.8 where three took 1.7.
+that); blocks of 32 tokens instead of 16, 1.4; of 64, 1.0. Two chunks to a thread block instead of three: 1.8 where three
+took 1.7. Blocks of 64 with the rounds of 32 and less in code of their own spilled 490 bytes: 1.4 again. Stronger gates pay
+for it: of -1.6 in the mean 1.7 ms instead of 1.3, of -4 3.7 instead of 2.8.
+`_state_kernel`, keeping for a backward: 1.1 ms with stores of 4 bytes from registers, 0.64 with copies; the room for those
+is that of a second place for P and the keys that go into S, which are asked for last.
 """
 
 import functools
@@ -42,14 +45,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, store, tile
+from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
 from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig
 from tilewright.ops.delta_rule.gpu_parts import Columns, Parts, carry_in_parts
 from tilewright.ops.delta_rule.gpu_tiles import (
-    BLOCK,
     CHANNELS,
     CHUNK,
     HALVES,
@@ -57,6 +59,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     LOG2_E,
     SQUARE,
     WGMMA,
+    Round,
     add_halves,
     add_split,
     along_columns,
@@ -82,6 +85,8 @@ _STAGES = 2
 # Chunks that a thread block of `_scores_kernel` works on at once: they hide each other's latency.
 _SIDE_BY_SIDE = 3
 _STATE_REGISTERS, _FETCH_REGISTERS = 240, 24
+# Of the products of two halves each, those that are large.
+_LARGE = (0, 0), (0, 1), (1, 0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
     b, hv, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
     n = lax.axis_index("chunk") * _SIDE_BY_SIDE + warpgroup
     tokens = pl.ds(n * CHUNK, CHUNK)
-    first, second = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
+    first, second, third = (pl.ds(part * CHUNK, CHUNK) for part in range(3))
     depth = k_into_ref.shape[-1]
 
     @pl.when(n < chunks)
@@ -141,13 +146,11 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
         def sums(here: _Place, mask: jax.Array) -> jax.Array:
             return sums_of_gates(here.g_both, mask, interpreted=interpreted)
 
-        def scores(
-            here: _Place, keys: Any, of_k: jax.Array, of_q: jax.Array, mask: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
+        def scores(here: _Place, of_k: jax.Array, of_q: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
             rows, columns = here.rows, here.columns
             plgpu.commit_smem()
             alike = product(
-                SQUARE, lambda sum_: sum_.add(keys, turned(columns.at[first])), interpreted=interpreted
+                SQUARE, lambda sum_: sum_.add(rows.at[third], turned(columns.at[first])), interpreted=interpreted
             )  # [C, C]
             of_k = of_k + jnp.where(mask, alike, 0.0)
 
@@ -160,43 +163,27 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             plgpu.commit_smem()  # Other warps may still be multiplying: only behind them are tiles written again.
             return of_k, of_q + jnp.where(mask, asked, 0.0)
 
-        def falls(lowest: jax.Array) -> jax.Array:
-            return lax.broadcast_in_dim(lowest, SQUARE, [0]) < -LARGEST_EXPONENT  # [C, C]
-
-        def inside_blocks(here: _Place, of_k: jax.Array, of_q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Tokens of the same block of 32, except rows that fall; and how low each row has fallen."""
-            in_block = (here.i ^ here.j) < BLOCK
-            from_start = sums(here, in_block & (here.j <= here.i))
-            lowest = jnp.min(from_start, axis=1)
-            decay = jnp.exp2(jnp.maximum(from_start, -LARGEST_EXPONENT))
+        def one_round(
+            part: Any, level: Any, fallen: tuple[jax.Array, jax.Array], kept: tuple[jax.Array, jax.Array]
+        ) -> Any:
+            """Scores of the pairs of a `Round`, added to those that are kept; and how low each row falls."""
+            here, now = place(part + level), Round.of(level)
+            exponent = sums(here, now.exponents(here.i, here.j))
+            lowest = jnp.min(exponent, axis=1)
+            fallen = jnp.where(level == 0, lowest, fallen[0]), jnp.where(level == 1, lowest, fallen[1])
+            decay = jnp.exp2(exponent)
+            # What the copies of level 0 read is written again.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             keep_halves(here.rows, halves(read(here.q) * decay))
             in_turn()
-            k_rows = here.rows.at[pl.ds(2 * CHUNK, CHUNK)]
-            k_rows[...] = (read(here.k) * decay).astype(jnp.bfloat16)
+            here.rows[third] = (read(here.k) * decay).astype(jnp.bfloat16)
             in_turn()
-            keep_halves(here.columns, halves(read(here.k) / decay))
-            of_k, of_q = scores(here, k_rows, of_k, of_q, in_block & (here.i >= here.j) & ~falls(lowest))
-            return of_k, of_q, lowest
+            decay = jnp.where(now.from_start, 1.0 / jnp.maximum(decay, 2.0**-LARGEST_EXPONENT), decay)
+            keep_halves(here.columns, halves(read(here.k) * decay))
+            here = place(part + level + CHUNK)  # Made anew, not kept: registers are scarce.
+            return lowest, fallen, scores(here, *kept, now.pairs(here.i, here.j, *fallen))
 
-        def between_halves(
-            here: _Place, half: Any, of_k: jax.Array, of_q: jax.Array, lowest: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
-            """Tokens i in the second half of a block of 2 * half, j in its first; without a half i = j."""
-            i, j = here.i, here.j
-            apart = i ^ j
-            left = jnp.exp2(sums(here, jnp.where((i & half) != 0, j <= i, j > i) & (apart < half)))
-            keep_halves(here.rows, halves(read(here.q) * left))
-            in_turn()
-            keep_halves(here.columns, halves(read(here.k) * left))
-            pairs = (apart >= half) & (apart < jnp.maximum(2 * half, 1)) & (i >= j)
-            pairs = pairs & (falls(lowest) | (half >= BLOCK))
-            return scores(here, here.columns.at[first], of_k, of_q, pairs)
-
-        def some_fall(lowest: jax.Array) -> jax.Array:
-            return lowest_of_all(lowest, lowest_tiles.at[warpgroup]) < -LARGEST_EXPONENT
-
-        def some_channels(part: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            of_k, of_q = carry
+        def some_channels(part: Any, kept: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             here = place(part)
             channels = pl.ds(part * CHANNELS, CHANNELS)
             h = lax.div(hv, jnp.int32(group))
@@ -211,34 +198,37 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             across = across_tiles.at[warpgroup]
             across[...] = jnp.exp2(jnp.sum(turned_g, axis=1))
             plgpu.barrier_wait(ready)
-            of_k, of_q, lowest = inside_blocks(here, of_k, of_q)
-            # Halves of 32 tokens, and for rows that fall of 16, 8, 4, 2, 1 and the token itself.
-            of_k, of_q = lax.fori_loop(
-                0,
-                jnp.where(some_fall(lowest), 7, 1),
-                lambda level, kept: between_halves(
-                    place(part + level), lax.shift_right_logical(CHUNK // 2, level), kept[0], kept[1], lowest
-                ),
-                (of_k, of_q),
-            )
+
+            def another_round(carry: Any) -> Any:
+                level, until, fallen, kept = carry
+                lowest, fallen, kept = one_round(part, level, fallen, kept)
+
+                @pl.when(level == 0)
+                def _copy_out():
+                    # The rows are scaled with their decay from the chunk's start: as S meets them.
+                    plgpu.copy_smem_to_gmem(here.rows.at[first], q_into_ref.at[b, tokens, hv, channels])
+                    plgpu.copy_smem_to_gmem(here.rows.at[third], k_into_ref.at[b, tokens, hv, channels])
+
+                falls = jnp.where(lowest_of_all(lowest, lowest_tiles.at[warpgroup]) < -LARGEST_EXPONENT, 1, 0)
+                # Round 0 tells who falls in the chunk, round 1, which is there only if some do, who falls in a block.
+                until = jnp.where(level == 0, Round.until(falls, jnp.int32(0)), until)
+                until = jnp.where(level == 1, Round.until(jnp.int32(1), falls), until)
+                return level + 1, until, fallen, kept
+
+            unknown = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), WGMMA.reduce(1))
+            first_round = jnp.int32(0), jnp.int32(1), (unknown, unknown), kept
+            _, _, _, kept = lax.while_loop(lambda carry: carry[0] < carry[1], another_round, first_round)
 
             here = place(part + CHUNK)
             onward = jnp.exp2(sums(here, here.j > here.i)) * along_rows(beta_tiles.at[warpgroup], SQUARE)
-            keep_halves(here.rows, halves(read(here.k) * onward))
-            in_turn()
-            into = jnp.exp2(sums(here, here.j <= here.i))
-            here.q[...] = (read(here.q) * into).astype(jnp.bfloat16)
-            in_turn()
-            here.k[...] = (read(here.k) * into).astype(jnp.bfloat16)
+            keep_halves(here.columns, halves(read(here.k) * onward))
             plgpu.commit_smem()
             onward_rest = pl.ds(depth + part * CHANNELS, CHANNELS)
-            plgpu.copy_smem_to_gmem(here.q, q_into_ref.at[b, tokens, hv, channels])
-            plgpu.copy_smem_to_gmem(here.k, k_into_ref.at[b, tokens, hv, channels])
-            plgpu.copy_smem_to_gmem(here.rows.at[first], k_onward_ref.at[b, tokens, hv, channels])
-            plgpu.copy_smem_to_gmem(here.rows.at[second], k_onward_ref.at[b, tokens, hv, onward_rest])
+            plgpu.copy_smem_to_gmem(here.columns.at[first], k_onward_ref.at[b, tokens, hv, channels])
+            plgpu.copy_smem_to_gmem(here.columns.at[second], k_onward_ref.at[b, tokens, hv, onward_rest])
             plgpu.copy_smem_to_gmem(across, across_ref.at[b, hv, n, channels])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return of_k, of_q
+            return kept
 
         nothing = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
         of_k, of_q = lax.fori_loop(0, depth // CHANNELS, some_channels, (nothing, nothing))
@@ -262,15 +252,12 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
     """The state through the chunks of a part. For its `ends`: of values and of the identity, and no outputs."""
     # inputs
     q_ref, k_in_ref, k_out_ref, v_ref, x_ref, p_ref, across_ref, initial_ref = refs[:8]
-    nowhere = (refs[0],) * 2  # Of what is not used.
     # outputs
-    outputs = refs[8 : -8 if ends else -9]
-    o_ref, final_ref, *kept_refs = nowhere if ends else outputs
-    end_ref, transition_ref = outputs if ends else nowhere
-    # scratch
-    k_in_ring, k_out_ring, v_ring, x_ring, across_ring, arrived, consumed = refs[8 + len(outputs) :][:7]
-    q_ring, p_ring = nowhere if ends else refs[-2:]
-    (end_tiles,) = refs[-1:] if ends else nowhere[:1]
+    *outputs, k_in_ring, k_out_tiles, v_ring, x_ring, across_ring, q_ring, p_tiles, end_tiles, kept_tiles = refs[8:-3]
+    (o_ref, final_ref), kept_refs = outputs[:2], outputs[2:]
+    end_ref, transition_ref = outputs[:2]
+    # scratch, with the last of these
+    arrived, late_arrived, consumed = refs[-3:]
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     part, warpgroup = lax.axis_index("part"), lax.axis_index("warpgroup")
@@ -280,6 +267,10 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
 
     def slot_of(n: Any) -> jax.Array:
         return lax.rem(n, jnp.int32(_STAGES))
+
+    def half_of(n: Any, half: int) -> jax.Array:
+        """Where a half lies of what has no ring. They change places, or the compiler keeps their addresses, and spills."""
+        return lax.rem(n + half, jnp.int32(HALVES))
 
     def columns(of: Any) -> Columns:
         return Columns(block * warpgroups + of, v_ref.shape[3] // GPU_TILE)
@@ -293,26 +284,37 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
     def _fetch():
         plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
 
-        def for_outputs(n: Any, slot: Any) -> tuple[tuple[Any, Any], ...]:
-            if ends:
-                return ()
-            return (q_ref.at[b, tokens(n), hv], q_ring.at[slot]), (p_ref.at[b, hv, tokens(n)], p_ring.at[slot])
-
-        def fetch(n: Any, carry: tuple[()]) -> tuple[()]:
+        def fetch_early(n: Any) -> None:
             slot = slot_of(n)
-            pl.when(n >= _STAGES)(lambda: plgpu.barrier_wait(consumed.at[slot]))
             for source, ring in (
-                (k_in_ref.at[b, tokens(n), hv], k_in_ring.at[slot]),
-                *((v_ref.at[b, tokens(n), hv, columns(w).channels], v_ring.at[slot, w]) for w in range(warpgroups)),
-                (x_ref.at[b, hv, tokens(n)], x_ring.at[slot]),
-                *for_outputs(n, slot),
-                (across_ref.at[b, hv, begin + n], across_ring.at[slot]),
-                (k_out_ref.at[b, tokens(n), hv], k_out_ring.at[slot]),
+                (k_in_ref.at[b, tokens(n), hv], k_in_ring),
+                (x_ref.at[b, hv, tokens(n)], x_ring),
+                (across_ref.at[b, hv, begin + n], across_ring),
+                *(() if ends else ((q_ref.at[b, tokens(n), hv], q_ring),)),
             ):
-                plgpu.copy_gmem_to_smem(source, ring, arrived.at[slot])
+                plgpu.copy_gmem_to_smem(source, ring.at[slot], arrived.at[slot])
+            for w in range(warpgroups):
+                source = v_ref.at[b, tokens(n), hv, columns(w).channels]
+                plgpu.copy_gmem_to_smem(source, v_ring.at[slot, w], arrived.at[slot])
+
+        def fetch_late(n: Any) -> None:
+            for half in range(HALVES):
+                place = half_of(n, half)
+                keys = k_out_ref.at[b, tokens(n), hv, pl.ds(half * depth, depth)]
+                plgpu.copy_gmem_to_smem(keys, k_out_tiles.at[place], late_arrived)
+                if not ends:
+                    scores = p_ref.at[b, hv, tokens(n), pl.ds(half * CHUNK, CHUNK)]
+                    plgpu.copy_gmem_to_smem(scores, p_tiles.at[place], late_arrived)
+
+        def one_chunk(n: Any, carry: tuple[()]) -> tuple[()]:
+            # What is asked for last has no ring: the chunk before must be done with it.
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(consumed.at[slot_of(n + 1)]))
+            fetch_late(n)
+            pl.when(n + 1 < count)(lambda: fetch_early(n + 1))
             return carry
 
-        lax.fori_loop(0, count, fetch, ())
+        fetch_early(jnp.int32(0))
+        lax.fori_loop(0, count, one_chunk, ())
 
     @pl.when((warpgroup < warpgroups) & busy)
     def _carry_the_state():
@@ -324,12 +326,16 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
         def one_chunk(n: Any, state: jax.Array) -> jax.Array:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
-            k_in, k_out = k_in_ring.at[slot], k_out_ring.at[slot]
-            x_both, values = x_ring.at[slot], v_ring.at[slot, warpgroup]
+            k_in, x_both, values = k_in_ring.at[slot], x_ring.at[slot], v_ring.at[slot, warpgroup]
             before = halves(state)  # [V, K]
             if kept_refs:
-                # From registers: the rings leave no room for a tile.
-                store(kept_refs[0].at[b, hv, begin + n, mine], before[0])
+                tiles = kept_tiles.at[warpgroup]
+                for c in range(depth // CHUNK):
+                    tiles[c] = before[0][:, c * CHUNK : (c + 1) * CHUNK]
+                plgpu.commit_smem()
+                for c in range(depth // CHUNK):
+                    to = kept_refs[0].at[b, hv, begin + n, mine, pl.ds(c * CHUNK, CHUNK)]
+                    plgpu.copy_smem_to_gmem(tiles.at[c], to)
 
             def ask(of_k: Accumulator, *of_q: Accumulator) -> tuple[jax.Array, jax.Array]:
                 """v less what the state has of it, split, while the queries' products are in flight."""
@@ -348,12 +354,19 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
 
             errors = halves(product(tile_shape, add_x, interpreted=interpreted))
             if kept_refs:
-                for half in range(HALVES):
-                    store(kept_refs[1].at[b, hv, begin + n, half, mine], errors[half])
+                # They leave through the state's tile, and the one behind it.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                tiles = [kept_tiles.at[warpgroup, c] for c in (0, depth // CHUNK)]
+                for target, value in zip(tiles, errors, strict=True):
+                    target[...] = value
+                plgpu.commit_smem()
+                for half, source in enumerate(tiles):
+                    plgpu.copy_smem_to_gmem(source, kept_refs[1].at[b, hv, begin + n, half, mine])
+            plgpu.barrier_wait(late_arrived)
 
             def add_p(sum_: Accumulator) -> None:
-                p_both = p_ring.at[slot]
-                add_split(sum_, errors, turned(p_both), turned(p_both.at[:, first]))
+                for one, another in _LARGE:
+                    sum_.add(errors[one], turned(p_tiles.at[half_of(n, another)]))
 
             if q_s:
                 (o,) = accumulate((q_s[0],), add_p, interpreted=interpreted)
@@ -361,9 +374,8 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
                 turned(values)[...] = (o * scale).astype(jnp.bfloat16)
 
             def add_k(sum_: Accumulator) -> None:
-                sum_.add(errors[0], k_out.at[:, pl.ds(0, depth)])
-                sum_.add(errors[1], k_out.at[:, pl.ds(0, depth)])
-                sum_.add(errors[0], k_out.at[:, pl.ds(depth, depth)])
+                for one, another in _LARGE:
+                    sum_.add(errors[one], k_out_tiles.at[half_of(n, another)])
 
             kept = state * along_columns(across_ring.at[slot], state_shape)
             (state,) = accumulate((kept,), add_k, interpreted=interpreted)
@@ -455,19 +467,22 @@ def _forward(
         body = functools.partial(
             _state_kernel, parts=parts, ends=ends, warpgroups=warpgroups, scale=scale, interpreted=interpreted
         )
-        for_outputs = (bfloat16_tile(_STAGES, CHUNK, depth), bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK))
         return plgpu.kernel(
             body,
             out_type=out_type,
             scratch_types=[
                 bfloat16_tile(_STAGES, CHUNK, depth),
-                bfloat16_tile(_STAGES, CHUNK, 2 * depth),
+                bfloat16_tile(HALVES, CHUNK, depth),
                 bfloat16_tile(_STAGES, warpgroups, CHUNK, GPU_TILE),
                 bfloat16_tile(_STAGES, CHUNK, 2 * CHUNK),
                 plgpu.SMEM((_STAGES, depth), jnp.float32),
-                plgpu.Barrier(num_arrivals=(4 if ends else 6) + warpgroups, num_barriers=_STAGES),
+                None if ends else bfloat16_tile(_STAGES, CHUNK, depth),
+                None if ends else bfloat16_tile(HALVES, CHUNK, CHUNK),
+                bfloat16_tile(warpgroups, GPU_TILE, depth) if ends else None,
+                bfloat16_tile(warpgroups, depth // CHUNK + 1, GPU_TILE, CHUNK) if keep and not ends else None,
+                plgpu.Barrier(num_arrivals=(3 if ends else 4) + warpgroups, num_barriers=_STAGES),
+                plgpu.Barrier(num_arrivals=HALVES if ends else 2 * HALVES),
                 plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
-                *((bfloat16_tile(warpgroups, GPU_TILE, depth),) if ends else for_outputs),
             ],
             grid=(hv, (width + (depth if ends else 0)) // (warpgroups * GPU_TILE), parts.count, b),
             grid_names=("head", "values", "part", "batch"),

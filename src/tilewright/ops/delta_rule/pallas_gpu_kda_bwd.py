@@ -18,8 +18,8 @@ no difference of like sums but those of pairs.
 
 `_reverse_kernel` carries dS from the last chunk to the first and writes dv and each dS'. `_products_kernel` makes Y, Z,
 dO S^T, dv S^T, E dS'^T and S dS', all chunks at once: products alone. `_pairs_kernel` makes the rest, a warpgroup a chunk
-and 64 key channels. Its pairs are cut as the forward's are: with i and j in the same half of the chunk, scaled to its
-start; in different halves, to the middle; and where gates fall too far, in halves again. All are rounds of one loop.
+and 64 key channels. Its pairs are cut as the forward's are (`Round`): scaled to the chunk's start, and where gates fall
+too far, in blocks and halves. All are rounds of one loop.
 
 What the forward keeps, a chunk and head of K = V = 128 in bfloat16: the state before it (32 KB), E in two halves (32 KB),
 X and P beta (16 KB each), q_in, k_in (16 KB each), k_out (32 KB): 160 KB, 2 GB for H96 T8192; q, k, v and g are 80 KB. To
@@ -58,6 +58,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     LOG2_E,
     SQUARE,
     WGMMA,
+    Round,
     add_halves,
     along_columns,
     along_rows,
@@ -328,23 +329,28 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
     g = jnp.maximum(load(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * LOG2_E
     keep_halves(g_tiles.at[0], halves(g))
     plgpu.commit_smem()
-    i, j = apart(0)
-    lowest = jnp.min(sums(0, ((i ^ j) < BLOCK) & (j <= i)), axis=1)
-    some_fall = lowest_of_all(lowest, sum_tile) < -LARGEST_EXPONENT
+
+    def lowest_since_start(number: Any, size: int) -> tuple[jax.Array, jax.Array]:
+        """How low each row falls from the start of its block of so many tokens; and whether one falls too far."""
+        zero = unknown_zero(number)
+        i, j = apart(zero)
+        lowest = jnp.min(sums(zero, ((i ^ j) < size) & (j <= i)), axis=1)
+        return lowest, jnp.where(lowest_of_all(lowest, sum_tile) < -LARGEST_EXPONENT, 1, 0)
+
+    in_chunk, some_fall = lowest_since_start(0, CHUNK)
+    in_block, more_fall = lax.fori_loop(
+        0, some_fall, lambda once, _: lowest_since_start(once, BLOCK), (in_chunk, jnp.int32(0))
+    )
     plgpu.barrier_wait(arrived)
 
     def one_round(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Pairs of one kind: of a block, except rows that fall; then of halves of 32, and of rows that fall of less."""
+        """Pairs of one kind, as in `Round`."""
         zero = unknown_zero(level)
-        inside = level == 0
-        half = lax.shift_right_logical(
-            jnp.int32(CHUNK), level
-        )  # Tokens i are in the second of a block, j in its first.
+        now = Round.of(level)
         i, j = apart(zero)
-        to_middle = jnp.where((i & half) != 0, j <= i, j > i) & ((i ^ j) < half)
-        exponent = sums(zero, jnp.where(inside, ((i ^ j) < BLOCK) & (j <= i), to_middle))
-        exponent = jnp.maximum(exponent, jnp.where(inside, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E))
-        by_row, by_column = jnp.exp2(exponent), jnp.exp2(exponent * jnp.where(inside, -1.0, 1.0))  # [C, 64]
+        exponent = sums(zero, now.exponents(i, j))
+        exponent = jnp.maximum(exponent, jnp.where(now.from_start, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E))
+        by_row, by_column = jnp.exp2(exponent), jnp.exp2(exponent * jnp.where(now.from_start, -1.0, 1.0))  # [C, 64]
         columns = column_tiles.at[zero]
         keep_halves(columns, halves(load(qk_tiles.at[zero + 1]) * along_rows(beta_tile, SQUARE) * by_column))
         in_turn()
@@ -356,9 +362,7 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
             keep_halves(rows, halves(load(qk_tiles.at[zero + which]) * by_row))
             in_turn()
             i, j = apart(zero)
-            falls = lax.broadcast_in_dim(lowest, SQUARE, [0]) < -LARGEST_EXPONENT
-            between = ((i ^ j) >= half) & ((i ^ j) < jnp.maximum(2 * half, 1)) & (falls | (half >= BLOCK))
-            mask = jnp.where(inside, ((i ^ j) < BLOCK) & ~falls, between) & (i >= j)
+            mask = now.pairs(i, j, in_chunk, in_block)
             keep_halves(both, halves(jnp.where(mask, load(pairs_ref.at[b, hv, n, which]), 0.0)))
             plgpu.commit_smem()
 
@@ -379,8 +383,8 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
         return lax.fori_loop(0, 2, of_queries_or_keys, gradients)
 
     nothing = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
-    # Inside blocks; halves of 32 tokens; and for rows that fall of 16, 8, 4, 2, 1 and the token itself.
-    d_q, d_k, d_columns = lax.fori_loop(0, jnp.where(some_fall, 8, 2), one_round, (nothing, nothing, nothing))
+    rounds = Round.until(some_fall, more_fall)
+    d_q, d_k, d_columns = lax.fori_loop(0, rounds, one_round, (nothing, nothing, nothing))
 
     zero = unknown_zero(CHUNK)
     i, j = apart(zero)

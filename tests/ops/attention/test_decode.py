@@ -84,6 +84,25 @@ def test_lengths_at_their_ends(implementation: str) -> None:
     assert np.all(np.isnan(logsumexp[2:]))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_lengths_and_pages_of_other_integers(dtype: str) -> None:
+    """Also where the room, or the pool, is more than they can hold."""
+    q, k, v = draw(b=2, s=304)
+    lengths, table = np.array([0, 100]), np.array([[1], [0]])
+    got = decode_attention(q, k, v, jnp.asarray(lengths, dtype))
+    np.testing.assert_array_equal(got, decode_attention(q, k, v, jnp.asarray(lengths)))
+    pools = (x.reshape(-1, 1, 2, 16) for x in (k, v))
+    got = paged_attention(q, *pools, jnp.asarray(table, dtype), jnp.array([1, 1], dtype))
+    np.testing.assert_allclose(got[:, 1], jnp.repeat(v[0, 1::-1], 2, axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint32"])
+def test_lengths_of_other_integers_out_of_range(dtype: str) -> None:
+    q, k, v = draw(b=1)
+    length = jnp.asarray(np.array([-1], "int64").astype(dtype))
+    assert np.all(np.isnan(decode_attention(q, k, v, length)))
+
+
 def test_one_token_may_come_without_its_axis() -> None:
     q, k, v = draw(t=1)
     lengths = jnp.array([40, 17, 2])

@@ -1,5 +1,7 @@
 """What only the Hopper kernel of decoding has: rows in eights, a ring, parts of the keys, pages, and its limits."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,6 +115,67 @@ def test_rings_and_parts_of_other_sizes(config: PallasGpuConfig) -> None:
     assert_right([300, 3], s=300, h=4, d=16, config=config)
 
 
+_SINKS = {"sinks": np.linspace(-1, 2, 6, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # A sink for each head; the last group of an eight begins inside of its tile.
+        pytest.param({"h": 6, "kv": 3, "d": 32, "options": _SINKS}, id="groups_of_2_sinks"),
+        # Rows of the output are less than a line: no tile begins earlier.
+        pytest.param({"h": 3, "kv": 3, "d": 16}, id="groups_of_1_narrow", marks=pytest.mark.slow),
+        pytest.param({"h": 9, "kv": 9, "d": 64}, id="groups_of_1", marks=pytest.mark.slow),
+        pytest.param({"h": 16, "kv": 2, "d": 32}, id="groups_of_8", marks=pytest.mark.slow),
+        # The second tile of the first group ends in the next group's rows; that of the next begins earlier.
+        pytest.param({"h": 144, "kv": 2, "d": 16}, id="groups_of_72", marks=pytest.mark.slow),
+        pytest.param({"t": 3, "h": 6, "kv": 2, "d": 32, "options": _SINKS}, id="tokens", marks=pytest.mark.slow),
+        pytest.param({"h": 2, "d": 32, "dv": 24}, id="odd_width", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_every_kind_are_put_back(shape: dict, splits: int) -> None:
+    assert_right([130, 3], s=130, config=PallasGpuConfig(64, 2, splits), **shape)
+
+
+@pytest.mark.slow
+def test_more_parts_than_are_loaded_at_a_time() -> None:
+    """Of the first sequence nearly every part has a block, of the second one has."""
+    assert_right([64 * 70, 5], s=64 * 70, d=16, config=PallasGpuConfig(64, 2, 70))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_lengths_at_their_ends(splits: int) -> None:
+    """No tokens give zeros, with a sink of -inf too; out of range gives NaN, though the room of 65 is padded to 72."""
+    q, k, v, _, _ = draw([0] * 4, s=65, d=16)
+    lengths, sinks = jnp.array([0, 1, 66, -1]), jnp.array([-jnp.inf, 0.0])
+    with able_to_run("pallas_gpu"):
+        out, logsumexp = decode_attention(
+            q,
+            k,
+            v,
+            lengths,
+            sinks=sinks,
+            return_logsumexp=True,
+            implementation="pallas_gpu",
+            config=PallasGpuConfig(64, 2, splits),
+        )
+    assert not np.any(np.asarray(out[0], np.float32))
+    np.testing.assert_allclose(logsumexp[0, 0], [-np.inf, 0.0])
+    np.testing.assert_array_equal(out[1, 0, 0], v[1, 0, 0])
+    assert np.all(np.isnan(np.asarray(out[2:], np.float32)))
+    assert np.all(np.isnan(logsumexp[2:]))
+
+
+def test_entries_of_the_table_past_a_length_may_be_anything() -> None:
+    q, k, v, lengths, _ = draw([40, 3], s=40, d=16)
+    *pools, table = in_pages((k, v), 16)
+    dirty = table.at[1, 1:].set(jnp.array([-7, 10_000]))
+    with able_to_run("pallas_gpu"):
+        got, wanted = (paged_attention(q, *pools, t, lengths, implementation="pallas_gpu") for t in (dirty, table))
+    np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize(
     "pools_differ", [pytest.param(True, id="a_pool_each"), pytest.param(False, id="one_pool", marks=pytest.mark.slow)]
 )
@@ -197,16 +260,54 @@ def test_a_config_that_breaks_a_rule_is_refused_when_built() -> None:
         PallasGpuConfig(64, 2, 0)
 
 
+def operations(op, arrays, **options) -> list[str]:
+    """What a call is for XLA on an H200, by name; the kernels are custom calls."""
+    with tilewright.target("h200"):
+        text = jax.jit(lambda *a: op(*a, **options)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == text.count("stablehlo.custom_call")
+    return re.findall(r"stablehlo\.(\w+)", text)
+
+
 @pytest.mark.parametrize(("d", "page"), [(16, None), (64, 8), (128, None), (192, 64), (256, 192)])
-def test_an_h200_gets_one_kernel(d: int, page: int | None) -> None:
+def test_an_h200_takes_the_kernel(d: int, page: int | None) -> None:
     """Of its own accord, with a ring that fits."""
     arrays = structs(d=d, page=page)
     op = decode_attention if page is None else paged_attention
     with tilewright.target("h200"):
         (decision,) = tilewright.explain(op, *arrays).decisions
-        text = jax.jit(op).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert decision.implementation == "pallas_gpu"
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "custom_call" in operations(op, arrays)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"h": 32, "kv": 8, "d": 128}, id="groups_of_4"),
+        pytest.param({"h": 64, "kv": 8, "d": 64, "sinks": True}, id="groups_of_8_sinks"),
+        pytest.param({"h": 16, "kv": 16, "d": 64}, id="groups_of_1"),
+        pytest.param({"h": 8, "kv": 4, "d": 96, "page": 64, "sinks": True}, id="groups_of_2_pages_sinks"),
+    ],
+)
+def test_a_call_is_one_launch_and_two_with_parts(shape: dict, splits: int) -> None:
+    """Beside the kernels there is nothing but other names for the same memory."""
+    arrays = structs(**{name: value for name, value in shape.items() if name != "sinks"})
+    op = decode_attention if len(arrays) == 4 else paged_attention
+    options = {"return_logsumexp": True, "config": PallasGpuConfig(64, 2, splits), "implementation": "pallas_gpu"}
+    if "sinks" in shape:
+        arrays = *arrays, jax.ShapeDtypeStruct((shape["h"],), "float32")
+    found = operations(
+        lambda *a, **rest: op(*a[:-1], sinks=a[-1], **rest) if "sinks" in shape else op(*a, **rest), arrays, **options
+    )
+    assert found.count("custom_call") == (1 if splits == 1 else 2)
+    assert set(found) <= {"custom_call", "reshape"}
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_several_tokens_are_laid_out_and_back(splits: int) -> None:
+    found = operations(decode_attention, structs(t=3, d=128), config=PallasGpuConfig(64, 2, splits))
+    assert found.count("custom_call") == (1 if splits == 1 else 2)
+    assert not {"gather", "reduce", "dot_general", "exponential"} & set(found)
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,9 @@ def paged_attention(
         )
     if table.shape[1] == 0:
         raise ValueError(f"page_table is {shown(table)}; it must have a page or more for each sequence: [B, pages]")
-    # No implementation sees a page that it could read out of bounds with.
-    table = jnp.clip(table, 0, k.shape[0] - 1).astype(jnp.int32)
+    if table.dtype.itemsize > 4 or table.dtype == jnp.uint32:
+        table = jnp.clip(table, 0, k.shape[0] - 1)  # No page outside of the pool becomes one in it.
+    table = table.astype(jnp.int32)
     room = table.shape[1] * k.shape[1]
     return _attend(
         PAGED, q, k, v, table, lengths, room, window, scale, soft_cap, sinks, return_logsumexp, implementation, config
@@ -167,12 +168,12 @@ def _attend(
         sinks = jnp.asarray(sinks)
         if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
             raise ValueError(f"sinks is {shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
-    if lengths.dtype.itemsize < 4:
-        lengths = lengths.astype(jnp.int32)  # The room may be more than it can hold.
-    in_range = (lengths >= 0) & (lengths <= room)
-    safe = jnp.where(in_range, lengths, 0).astype(jnp.int32)
+    if lengths.dtype.itemsize > 4 or lengths.dtype == jnp.uint32:
+        # What does not fit into 32 bits is out of range, and stays so.
+        lengths = jnp.where((lengths >= 0) & (lengths <= room), lengths.astype(jnp.int32), -1)
+    lengths = lengths.astype(jnp.int32)
     out, logsumexp = op.run(
-        (q, k, v, table, safe, sinks),
+        (q, k, v, table, lengths, sinks),
         {
             "window": None if window is None else int(window),
             "scale": float(d**-0.5 if scale is None else scale),
@@ -181,9 +182,6 @@ def _attend(
         implementation=implementation,
         config=config,
     )
-    factor = jnp.where(in_range, 1.0, jnp.nan)
-    out = out * factor.astype(out.dtype)[:, None, None, None]
-    logsumexp = logsumexp + (factor - 1.0).astype(logsumexp.dtype)[:, None, None]
     if one_token:
         out, logsumexp = out[:, 0], logsumexp[:, 0]
     return (out, logsumexp) if return_logsumexp else out

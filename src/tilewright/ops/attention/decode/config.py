@@ -97,7 +97,8 @@ class PallasGpuConfig:
 
     def smem_bytes(self, d: int, dv: int, rows: int) -> int:
         """An estimate of the shared memory of a thread block, for so many queries of a sequence and key head."""
-        return (gpu_tile_rows(rows) * d + self.stages * self.block_k * (d + dv)) * _BFLOAT16_BYTES + _GPU_SMEM_SLACK
+        elements = gpu_tile_rows(rows) * d + self.stages * self.block_k * (d + dv) + _GPU_EIGHT * dv
+        return elements * _BFLOAT16_BYTES + _GPU_SMEM_SLACK
 
     @staticmethod
     def for_shape(chip: Chip, room: int, items: int, d: int, dv: int, rows: int) -> "PallasGpuConfig":

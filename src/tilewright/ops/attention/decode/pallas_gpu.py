@@ -14,13 +14,17 @@ into that ring in shared memory by the warpgroup itself; it needs no second one,
 block take half the time of its copy. Thread blocks beside each other take the key heads of the same tokens, which lie
 beside each other in memory.
 
-A part ends in sums that are not divided yet, their maximum and their total, of the true rows alone. XLA puts the parts
-together behind the kernel, in a fixed order, adds sinks and drops rows that pad. So a call is not one launch: on an H200
-(jax 0.11.2) it is this kernel and two small ones where the keys are in one part, which take 2.5 to 4 us, and five or six
-where they are in more, 7 to 8.4 us.
+Where the keys are in one part, the kernel divides, adds the sink and writes out and logsumexp: one launch. Where they are
+in more, each part leaves sums that are not divided yet, their maximum and their total, and a second kernel puts the parts
+together in order: two launches. It has a thread block for eight rows (or a group of fewer) and 32 value channels, and loads
+32 parts before it uses the first, since what it waits for is the L2. With queries that stay in place and widths of whole
+sixteens XLA has nothing to do around them; several tokens and groups that do not fit into eights are laid out and back.
+A last block that puts the parts together, told by a counter, was dropped: to clear the counter is a launch too, and Pallas'
+interpreter does not have such counters.
 
 Edges: what the cache holds past the length may be anything. Logits are masked there, and so are the values, since 0 times
 NaN is NaN. The last block of a cache whose room is not whole blocks begins earlier, and masks what was seen already.
+A length out of range is taken for 0, and its total for NaN, here and not around the kernel: that would be two launches.
 
 Numerics: logits, statistics and accumulators in float32. Weights are rounded to bfloat16 for the product with v, as in
 flash_attention. A part's sums leave as their bfloat16 and the rest, 16 bits. The gradient is that of the xla version:
@@ -37,7 +41,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,31 +49,36 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.batching import folded
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import accumulate, padded, product, quotient, refusal, tile
+from tilewright.core.hopper import accumulate, padded, product, quotient, refusal, store, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
-from tilewright.ops.attention.decode.config import GPU_ROWS, GPU_WIDEST, PallasGpuConfig, gpu_tile_rows
+from tilewright.ops.attention.decode.bounds import room_of
+from tilewright.ops.attention.decode.config import GPU_ROWS, GPU_WIDEST, PallasGpuConfig
+from tilewright.ops.attention.decode.gpu_rows import (
+    EIGHT,
+    LINE_BYTES,
+    Rows,
+    few_rows,
+    finished,
+    read_eight,
+    spread,
+    tile_count,
+    write_logsumexp,
+)
 from tilewright.ops.attention.decode.gradient import with_plain_gradient
-from tilewright.ops.attention.gpu_tiles import LOG2_E, LOWEST, MASKED, scaled_logits
+from tilewright.ops.attention.gpu_tiles import LOWEST, MASKED, scaled_logits
 from tilewright.ops.attention.gradient import Settings
 
 Config = PallasGpuConfig
 DTYPES = ("bfloat16",)
-Parts = tuple[jax.Array, ...]
+Results = tuple[jax.Array, ...]
 
 _WGMMA = plgpu.Layout.WGMMA
 _LEAST_WIDTH = 16  # Of a head: the matrix unit's step.
-_EIGHT = 8  # Rows of shared memory that a copy may begin at.
 _HALVES = 2
 _PIECE = 128  # Value channels that are cleaned at a time.
-
-
-def _room(k: Any, page_table: Any) -> int:
-    return k.shape[1] if page_table is None else k.shape[1] * page_table.shape[1]
-
-
-def _tiles(tokens: int, group: int) -> int:
-    return -(-tokens * group // GPU_ROWS)
+_PARTS_AT_A_TIME = 32  # Loads in flight, four registers of a thread for each.
+_CHANNELS_A_BLOCK = 32  # Of the second kernel: B1 KV8 D128 has 32 blocks.
 
 
 def default_config(
@@ -78,10 +86,10 @@ def default_config(
 ) -> PallasGpuConfig:
     del arrays
     (b, t, h, d), kv = q.shape, k.shape[2]
-    room = _room(k, page_table)
+    room = room_of(k, page_table)
     window = options["window"]
     reach = room if window is None else min(room, window + t)
-    return PallasGpuConfig.for_shape(chip, reach, b * kv * _tiles(t, h // kv), d, v.shape[3], t * (h // kv))
+    return PallasGpuConfig.for_shape(chip, reach, b * kv * tile_count(t, h // kv), d, v.shape[3], t * (h // kv))
 
 
 def unsupported_reason(
@@ -97,7 +105,7 @@ def unsupported_reason(
         return f"D={d} and Dv={dv} must be {GPU_WIDEST} at most (registers of a warpgroup); use implementation='xla'"
     if page_table is not None:
         page, block = k.shape[1], config.block_k
-        if page % _EIGHT or (block % page and page % block):
+        if page % EIGHT or (block % page and page % block):
             return (
                 f"pages of {page} keys are not whole parts of a block of {block} keys, nor blocks of them; use pages of "
                 f"8, 16, 32 or a multiple of {block} keys, or implementation='xla'"
@@ -110,73 +118,36 @@ def unsupported_reason(
     return None
 
 
-class _Rows:
-    """Where the rows of each key head lie: its group's heads for one token, or tokens times heads, padded.
-
-    Copies see rows in eights: what begins inside of one ends with it, and what lies past the last whole one is not seen. So
-    the rows of one token stay in place only where no group crosses from one eight to the next. A tile begins at a head's
-    own rows, or earlier where the array ends: then it begins with rows of other heads.
-    """
-
-    def __init__(self, tokens: int, heads: int, kv: int):
-        self.tokens, self.heads, self.kv = tokens, heads, kv
-        self.group = heads // kv
-        count = tokens * self.group
-        self.tiles = _tiles(tokens, self.group)
-        self.tile_rows = gpu_tile_rows(count)
-        self.in_place = tokens == 1 and (self.group % _EIGHT == 0 or _EIGHT % self.group == 0)
-        self.stride = count if self.in_place else self.tiles * self.tile_rows
-        self.total = max(-(-self.kv * self.stride // _EIGHT) * _EIGHT, self.tile_rows)
-
-    def first(self, kv: Any, n: Any, minimum: Any = min) -> Any:
-        return minimum(kv * self.stride + n * GPU_ROWS, self.total - self.tile_rows)
-
-    def laid_out(self, q: jax.Array) -> jax.Array:
-        """[B, T, H, D] as [B, total, D]."""
-        b, t, _, d = q.shape
-        if not self.in_place:
-            q = q.reshape(b, t, self.kv, self.group, d).transpose(0, 2, 1, 3, 4).reshape(b, self.kv, -1, d)
-            q = padded(q, 2, self.stride)
-        q = q.reshape(b, -1, d)
-        return padded(q, 1, self.total) if q.shape[1] < self.total else q
-
-    def taken(self, array: jax.Array) -> jax.Array:
-        """The rows of [B, KV, tiles, tile_rows, ...] as [B, T, H, ...]."""
-        kv, row = np.meshgrid(np.arange(self.kv), np.arange(self.tokens * self.group), indexing="ij")
-        n = row // GPU_ROWS
-        within = kv * self.stride + row - self.first(kv, n, np.minimum)
-        picked = array[:, kv, n, within]  # [B, KV, T * group, ...]
-        b, rest = array.shape[0], array.shape[4:]
-        picked = picked.reshape(b, self.kv, self.tokens, self.group, *rest)
-        return jnp.moveaxis(picked, 1, 2).reshape(b, self.tokens, self.heads, *rest)
-
-
 def _decode_kernel(
     *refs: Any,
-    rows: _Rows,
+    rows: Rows,
     config: PallasGpuConfig,
+    room: int,
     window: int | None,
     settings: Settings,
     paged: bool,
+    sinks: bool,
     interpreted: bool,
 ):
     # inputs
     q_ref, k_ref, v_ref, lengths_ref = refs[:4]  # [B, rows, D], [B, S, KV, D], [B, S, KV, Dv] (or pools of pages), [B]
-    table_ref = refs[4] if paged else refs[0]  # [B, pages]; without: not used
-    # outputs: the sums' halves [B, KV, tiles, splits, 2, tile_rows, Dv], their max and total [..., 2, tile_rows]
-    sums_ref, statistics_ref = refs[4 + paged : 6 + paged]
-    # scratch
-    k_smem, v_smem, statistics_smem, q_arrived, k_arrived, v_arrived = refs[
-        6 + paged :
-    ]  # Keys, and queries behind them.
+    table_ref = refs[4] if paged else None  # [B, pages]
+    sinks_ref = refs[4 + paged] if sinks else None  # [sets, rows]
+    # outputs: with one part, out [B, written, Dv] and logsumexp [B, written]. With more, the sums' halves
+    # [B, KV, tiles, splits, 2, tile_rows, Dv], and their max and total [..., 2, tile_rows].
+    out_ref, statistics_ref = refs[4 + paged + sinks : 6 + paged + sinks]
+    # scratch: keys and queries behind them, values, two rows of statistics, an eight of the output.
+    k_smem, v_smem, statistics_smem, out_smem, q_arrived, k_arrived, v_arrived = refs[6 + paged + sinks :]
     block_k, stages = config.block_k, config.stages
-    room, width = k_ref.shape[1], v_smem.shape[-1]
+    stored, width = k_ref.shape[1], v_smem.shape[-1]  # Keys of a sequence as they lie, padded, or of a page.
     shape, piece = (GPU_ROWS, block_k), math.gcd(width, _PIECE)
 
     rest, n_tile = quotient(lax.axis_index("work"), rows.tiles)
     rest, kv = quotient(rest, rows.kv)
     b, split = quotient(rest, config.splits)
     length = lengths_ref[b]
+    in_range = (length >= 0) & (length <= room)
+    length = jnp.where(in_range, length, 0)
     # Positions of the queries: the last `tokens` of the sequence. The first one's window begins at a block's start.
     first_block = jnp.int32(0)
     if window is not None:
@@ -187,7 +158,7 @@ def _decode_kernel(
 
     def start_of(block: Any) -> Any:
         """The first key of a block as it was copied."""
-        return block * block_k if paged else jnp.minimum(block * block_k, room - block_k)
+        return block * block_k if paged else jnp.minimum(block * block_k, stored - block_k)
 
     def slot_of(n: Any) -> Any:
         return lax.rem(n, jnp.int32(stages))
@@ -202,11 +173,12 @@ def _decode_kernel(
                 source = ref.at[b, pl.ds(start_of(block), block_k), kv]
                 plgpu.copy_gmem_to_smem(source, ring.at[place(slot, 0, block_k)], arrived.at[slot])
                 continue
-            count = min(room, block_k)  # `room` is a page's.
+            count = min(stored, block_k)
             for first in range(0, block_k, count):
                 # Past the end of the table a block's last pages repeat the table's last one.
-                page, offset = quotient(block * block_k + first, room)
+                page, offset = quotient(block * block_k + first, stored)
                 page = table_ref[b, jnp.minimum(page, table_ref.shape[1] - 1)]
+                page = jnp.clip(page, 0, ref.shape[0] - 1)
                 source = ref.at[page, pl.ds(offset, count), kv]
                 plgpu.copy_gmem_to_smem(source, ring.at[place(slot, first, count)], arrived.at[slot])
 
@@ -216,10 +188,16 @@ def _decode_kernel(
     queries = k_smem.at[pl.ds(k_smem.shape[0] - GPU_ROWS, GPU_ROWS)]  # [GPU_ROWS, D]
     unused = GPU_ROWS - rows.tile_rows
     valid = pl.ds(unused, rows.tile_rows)
-    own_rows = pl.ds(rows.first(kv, n_tile, jnp.minimum), rows.tile_rows)
-    plgpu.copy_gmem_to_smem(q_ref.at[b, own_rows], queries.at[valid], q_arrived)
+    first_row = rows.first(kv, n_tile)
+    tile_rows = pl.ds(first_row, rows.tile_rows)
+    plgpu.copy_gmem_to_smem(q_ref.at[b, tile_rows], queries.at[valid], q_arrived)
     for n in range(stages):
         pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
+    if sinks_ref is not None:
+        a_set = lax.div(b, jnp.int32(lengths_ref.shape[0] // sinks_ref.shape[0]))
+        for n in range(0, rows.tile_rows, EIGHT):
+            logits = read_eight(sinks_ref.at[a_set, pl.ds(first_row + n, EIGHT)])
+            store(statistics_smem.at[0, pl.ds(unused + n, EIGHT)], logits)
     plgpu.barrier_wait(q_arrived)
 
     row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_WGMMA) for axis in (0, 1))
@@ -240,7 +218,7 @@ def _decode_kernel(
         keep = key <= position
         if window is not None:
             keep = keep & (key >= position - window)
-        if not paged and room % block_k:
+        if not paged and stored % block_k:
             keep = keep & (key >= block * block_k)
         logits = jnp.where(keep, logits, MASKED / max(factor, 1.0))
         new_highest = jnp.maximum(highest, jnp.max(logits, axis=1) * factor)
@@ -270,19 +248,124 @@ def _decode_kernel(
     acc = plgpu.layout_cast(jnp.zeros((GPU_ROWS, width), jnp.float32), _WGMMA)
     acc, highest, total = lax.fori_loop(0, mine, step, (acc, highest, total))
 
-    # Every copy has been used: the sums leave through the first two tiles of the ring.
-    rounded = acc.astype(v_smem.dtype)
-    rest_of_it = (acc - rounded.astype(jnp.float32)).astype(v_smem.dtype)
-    part = (b, kv, n_tile, split)
-    for half, value in enumerate((rounded, rest_of_it)):
-        v_smem.at[pl.ds(half * GPU_ROWS, GPU_ROWS)][...] = value
-    for n, value in enumerate((highest, total)):
-        statistics_smem[n] = value
+    total = total + jnp.where(in_range, 0.0, jnp.nan)
+
+    if config.splits > 1:
+        # Every copy has been used: the sums leave through the first two tiles of the ring.
+        rounded = acc.astype(v_smem.dtype)
+        rest_of_it = (acc - rounded.astype(jnp.float32)).astype(v_smem.dtype)
+        part = (b, kv, n_tile, split)
+        for half, value in enumerate((rounded, rest_of_it)):
+            v_smem.at[pl.ds(half * GPU_ROWS, GPU_ROWS)][...] = value
+        for n, value in enumerate((highest, total)):
+            statistics_smem[n] = value
+        plgpu.commit_smem()
+        for half in range(_HALVES):
+            own_sums = v_smem.at[pl.ds(half * GPU_ROWS + unused, rows.tile_rows)]
+            plgpu.copy_smem_to_gmem(own_sums, out_ref.at[*part, half])
+            plgpu.copy_smem_to_gmem(statistics_smem.at[half, valid], statistics_ref.at[*part, half])
+        plgpu.wait_smem_to_gmem(0)
+        return
+
+    sink = None if sinks_ref is None else plgpu.load(statistics_smem.at[0], layout=per_row, optimized=False)
+    out, logsumexp = finished(acc, highest, total, sink, _WGMMA)
+    whole = v_smem.at[pl.ds(0, GPU_ROWS)]
+    whole[...] = out.astype(v_smem.dtype)
+    statistics_smem[1] = logsumexp
+    if rows.piece < EIGHT:
+        store(out_smem, plgpu.load(whole.at[valid], layout=few_rows(width), optimized=False))  # [8, Dv]
     plgpu.commit_smem()
-    for half in range(_HALVES):
-        own_sums = v_smem.at[pl.ds(half * GPU_ROWS + unused, rows.tile_rows)]
-        plgpu.copy_smem_to_gmem(own_sums, sums_ref.at[*part, half])
-        plgpu.copy_smem_to_gmem(statistics_smem.at[half, valid], statistics_ref.at[*part, half])
+    for n in range(0, rows.tile_rows, EIGHT):
+        own = n_tile * GPU_ROWS + n  # Of the key head's rows.
+
+        def write(own: Any = own) -> None:
+            row = kv * rows.stride + own
+            target, within = pl.ds(row, rows.piece), row - first_row  # `within` the rows that were copied.
+            source = (
+                out_smem.at[pl.ds(within, rows.piece)]
+                if rows.piece < EIGHT
+                else whole.at[pl.ds(unused + within, rows.piece)]
+            )
+            plgpu.copy_smem_to_gmem(source, out_ref.at[b, target])
+            held = statistics_smem.at[1, pl.ds(unused + within, rows.piece)]
+            write_logsumexp(statistics_ref.at[b, target], held, rows.piece)
+
+        if rows.piece < EIGHT or rows.stride % rows.tile_rows == 0:
+            write()
+        else:
+            pl.when(own < rows.stride)(write)  # A tile ends in the next head's rows.
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _combine_kernel(*refs: Any, rows: Rows, splits: int, sinks: bool):
+    # inputs: what the parts left, and sinks [sets, rows]
+    sums_ref, statistics_ref = refs[
+        :2
+    ]  # [B, KV, tiles, splits, 2, tile_rows, Dv], [B, KV, tiles, splits, 2, tile_rows]
+    sinks_ref = refs[2] if sinks else None
+    # outputs
+    out_ref, logsumexp_ref = refs[2 + sinks : 4 + sinks]  # [B, written, Dv], [B, written]
+    # scratch
+    out_smem, logsumexp_smem = refs[4 + sinks :]  # [8, channels], [8]
+    width = out_smem.shape[1]
+    shape, layout = (EIGHT, width), few_rows(width)
+    b, columns = lax.axis_index("batch"), pl.ds(lax.axis_index("values") * width, width)
+    # One eight of a key head's rows, or its whole group. `within` is where it lies in its tile.
+    kv, n = quotient(lax.axis_index("rows"), rows.stride // rows.piece)
+    n_tile = lax.div(n, jnp.int32(GPU_ROWS // EIGHT))
+    row = kv * rows.stride + n * rows.piece
+    first_row = rows.first(kv, n_tile)
+    within = row - first_row
+    # Of a group of fewer than eight, all rows of the tile are computed: its own, and what came with them.
+    begin = within if rows.piece == EIGHT else 0
+    valid = pl.ds(begin, EIGHT)
+
+    def load(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)  # [8, channels]
+
+    def add(first: Any, count: int, carry: Any) -> Any:
+        """`count` parts onto sums, maximum and total. All loads stand before the first use."""
+        acc, highest, total = carry
+        parts = [(b, kv, n_tile, first + n) for n in range(count)]
+        each_highest, each_total = (
+            [read_eight(statistics_ref.at[*part, which, valid], width) for part in parts] for which in range(2)
+        )
+        halves = [[load(sums_ref.at[*part, half, valid, columns]) for half in range(_HALVES)] for part in parts]
+        new_highest = functools.reduce(jnp.maximum, each_highest, highest)
+        alpha = jnp.exp2(highest - new_highest)
+        acc, total = acc * spread(alpha, width, layout), total * alpha
+        for part_highest, part_total, (rounded, rest_of_it) in zip(each_highest, each_total, halves, strict=True):
+            weight = jnp.exp2(part_highest - new_highest)
+            total = total + part_total * weight
+            acc = acc + (rounded + rest_of_it) * spread(weight, width, layout)
+        return acc, new_highest, total
+
+    highest, total = (
+        plgpu.layout_cast(jnp.full((EIGHT,), value, jnp.float32), layout.reduce(1)) for value in (LOWEST, 0.0)
+    )
+    carry = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout), highest, total
+    rounds, rest = divmod(splits, _PARTS_AT_A_TIME)
+    sink = None
+    if sinks_ref is not None:
+        a_set = lax.div(b, jnp.int32(out_ref.shape[0] // sinks_ref.shape[0]))
+        sink = read_eight(sinks_ref.at[a_set, pl.ds(first_row + begin, EIGHT)], width)
+    if rounds > 1:
+        carry = lax.fori_loop(0, rounds, lambda n, carry: add(n * _PARTS_AT_A_TIME, _PARTS_AT_A_TIME, carry), carry)
+    elif rounds == 1:
+        carry = add(0, _PARTS_AT_A_TIME, carry)
+    if rest:
+        carry = add(rounds * _PARTS_AT_A_TIME, rest, carry)
+    out, logsumexp = finished(*carry, sink, layout)
+    store(out_smem, out.astype(out_smem.dtype))
+    store(logsumexp_smem, logsumexp)
+    plgpu.commit_smem()
+    own, target = pl.ds(within - begin, rows.piece), pl.ds(row, rows.piece)
+    plgpu.copy_smem_to_gmem(out_smem.at[own], out_ref.at[b, target, columns])
+
+    @pl.when(lax.axis_index("values") == 0)
+    def _():
+        write_logsumexp(logsumexp_ref.at[b, target], logsumexp_smem.at[own], rows.piece)
+
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -291,108 +374,120 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     lengths: jax.Array,
+    sinks: jax.Array | None,
     page_table: jax.Array | None = None,
     *,
     window: int | None,
     settings: Settings,
     launch: Launch,
-) -> Parts:
-    """Of each part of the keys: the sums [B, splits, T, H, Dv], their maximum and total [B, splits, T, H]."""
+) -> Results:
+    """Out [B, T, H, Dv] and logsumexp [B, T, H]. Sinks are [sets, H], each for as many sequences."""
     config: PallasGpuConfig = launch.config
     (b, t, h, _), (kv, width) = q.shape, v.shape[2:]
-    rows, paged = _Rows(t, h, kv), page_table is not None
+    paged, room = page_table is not None, room_of(k, page_table)
     q, k, v = (padded(x, 3, _LEAST_WIDTH) for x in (q, k, v))
     if not paged:
-        k, v = (padded(x, 1, config.block_k if x.shape[1] < config.block_k else _EIGHT) for x in (k, v))
+        k, v = (padded(x, 1, config.block_k if x.shape[1] < config.block_k else EIGHT) for x in (k, v))
     d, d_v, dtype = q.shape[3], v.shape[3], q.dtype
-    part = (b, kv, rows.tiles, config.splits, 2, rows.tile_rows)
+    rows = Rows(t, h, kv, d_v * dtype.itemsize)
     interpreted = launch.interpret is not None
     ring = config.stages * config.block_k
     # The interpreter would take the rows that the ring's end and the queries' tile share for a race.
     k_rows = ring + (GPU_ROWS if interpreted else rows.tile_rows)
-    arrived = plgpu.Barrier(num_arrivals=1, num_barriers=config.stages)
-    if paged:
-        # Each piece of a block is a copy of its own.
-        pieces = max(1, config.block_k // k.shape[1])
-        arrived = plgpu.Barrier(num_arrivals=pieces, num_barriers=config.stages)
-    sums, statistics = plgpu.kernel(
+    # Each piece of a block is a copy of its own.
+    pieces = max(1, config.block_k // k.shape[1]) if paged else 1
+    arrived = plgpu.Barrier(num_arrivals=pieces, num_barriers=config.stages)
+    of_rows = []
+    if sinks is not None:
+        sets = sinks.astype(jnp.float32).reshape(-1, 1, h)
+        of_rows = [rows.laid_out(jnp.broadcast_to(sets, (sets.shape[0], t, h)))]
+    in_parts = config.splits > 1
+    sinks_here = bool(of_rows) and not in_parts
+    out_type = results = (
+        output_like((b, rows.written, d_v), dtype, q),
+        output_like((b, rows.written), jnp.float32, q),
+    )
+    if in_parts:
+        part = (b, kv, rows.tiles, config.splits, 2, rows.tile_rows)
+        out_type = (output_like((*part, d_v), dtype, q), output_like(part, jnp.float32, q))
+    common: dict[str, Any] = {
+        "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        "interpret": gpu_interpret_params(launch.interpret),
+    }
+    out, statistics = plgpu.kernel(
         functools.partial(
             _decode_kernel,
             rows=rows,
             config=config,
+            room=room,
             window=window,
             settings=settings,
             paged=paged,
+            sinks=sinks_here,
             interpreted=interpreted,
         ),
-        out_type=(output_like((*part, d_v), dtype, q), output_like(part, jnp.float32, q)),
+        out_type=out_type,
         grid=(b * config.splits * kv * rows.tiles,),
         grid_names=("work",),
         scratch_types=(
             tile(k_rows, d, dtype=dtype),
             tile(ring, d_v, dtype=dtype),
             plgpu.SMEM((2, GPU_ROWS), jnp.float32),
+            plgpu.SMEM((EIGHT, d_v), dtype),
             plgpu.Barrier(),
             arrived,
             arrived,
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=gpu_interpret_params(launch.interpret),
         kernel_name="decode_attention",
-    )(rows.laid_out(q), k, v, lengths, *([page_table] if paged else []))
-    sums = sums[..., :width].astype(jnp.float32)
-    # [B, KV, tiles, splits, rows, ...] with the splits last of the leading axes' rest, for `taken`.
-    sums = jnp.moveaxis(sums[:, :, :, :, 0] + sums[:, :, :, :, 1], 3, 4)  # [B, KV, tiles, rows, splits, Dv]
-    highest, total = (jnp.moveaxis(statistics[:, :, :, :, n], 3, 4) for n in range(2))
-    return rows.taken(sums), rows.taken(highest), rows.taken(total)
+        **common,
+    )(rows.laid_out(q), k, v, lengths, *([page_table] if paged else []), *(of_rows if sinks_here else []))
+    if in_parts:
+        # Of one row alone a line is 64 channels.
+        channels = math.gcd(d_v, max(_CHANNELS_A_BLOCK, LINE_BYTES // dtype.itemsize // rows.piece))
+        out, statistics = plgpu.kernel(
+            functools.partial(_combine_kernel, rows=rows, splits=config.splits, sinks=bool(of_rows)),
+            out_type=results,
+            grid=(b, rows.written // rows.piece, d_v // channels),
+            grid_names=("batch", "rows", "values"),
+            scratch_types=(plgpu.SMEM((EIGHT, channels), dtype), plgpu.SMEM((EIGHT,), jnp.float32)),
+            kernel_name="decode_attention_combine",
+            **common,
+        )(out, statistics, *of_rows)
+    return rows.taken(out[..., :width]), rows.taken(statistics)
 
 
-def _over_pools(run: Callable[..., Parts], *arrays: jax.Array) -> Parts:
-    """`run` of q, the pools of k and v, lengths and a table, which `jax.vmap` turns into one of more sequences.
+def _over_pools(run: Callable[..., Results], *arrays: Any) -> Results:
+    """`run` of q, the pools of k and v, lengths, sinks and a table, which `jax.vmap` turns into one of more sequences.
 
     By JAX's own rule the calls would follow each other. Where each call has a pool, those are one pool, and the tables
     count on from one to the next.
     """
 
     @jax.custom_batching.custom_vmap
-    def call(*arrays: jax.Array) -> Parts:
+    def call(*arrays: Any) -> Results:
         return run(*arrays)
 
     @call.def_vmap
-    def _(axis_size: int, batched: Any, *arrays: jax.Array) -> tuple[Parts, Any]:
-        def of_each(x: jax.Array, is_batched: bool) -> jax.Array:
-            return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+    def _(axis_size: int, batched: Any, *arrays: Any) -> tuple[Results, Any]:
+        def of_each(n: int) -> Any:
+            x = arrays[n]
+            return x if x is None or batched[n] else jnp.broadcast_to(x, (axis_size, *x.shape))
 
-        q, k, v, lengths, table = arrays
-        q, lengths, table = (of_each(x, batched[n]) for n, x in ((0, q), (3, lengths), (4, table)))
+        k, v = arrays[1:3]
+        q, lengths, sinks, table = (of_each(n) for n in (0, 3, 4, 5))
         if batched[1] or batched[2]:
-            k, v = of_each(k, batched[1]), of_each(v, batched[2])
-            table = table + k.shape[1] * jnp.arange(axis_size, dtype=table.dtype)[:, None, None]
+            k, v = of_each(1), of_each(2)
+            pool = k.shape[1]
+            table = jnp.clip(table, 0, pool - 1) + pool * jnp.arange(axis_size, dtype=table.dtype)[:, None, None]
             k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-        q, lengths, table = (x.reshape(-1, *x.shape[2:]) for x in (q, lengths, table))
-        parts = _over_pools(run, q, k, v, lengths, table)
-        unfolded = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in parts)
+        q, lengths, sinks, table = (
+            None if x is None else x.reshape(-1, *x.shape[2:]) for x in (q, lengths, sinks, table)
+        )
+        results = _over_pools(run, q, k, v, lengths, sinks, table)
+        unfolded = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
         return unfolded, (True,) * len(unfolded)
 
     return call(*arrays)
-
-
-def _combined(sums: jax.Array, highest: jax.Array, total: jax.Array, sinks: jax.Array | None, dtype: Any) -> Any:
-    """Out and logsumexp of the parts: [B, T, H, splits, Dv], and [B, T, H, splits] twice."""
-    over_all = jnp.max(highest, axis=3)  # [B, T, H]
-    sink = None
-    if sinks is not None:
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32) * LOG2_E, over_all.shape)
-        over_all = jnp.maximum(over_all, sink)
-    weights = jnp.exp2(highest - over_all[..., None])
-    total = jnp.sum(total * weights, axis=3)
-    if sink is not None:
-        total = total + jnp.where(sink > LOWEST, jnp.exp2(sink - over_all), 0.0)
-    nothing = total == 0
-    safe = jnp.where(nothing, 1.0, total)
-    out = jnp.sum(sums * weights[..., None], axis=3) / safe[..., None]
-    logsumexp = jnp.where(nothing, -jnp.inf, (over_all + jnp.log2(safe)) * (1.0 / LOG2_E))
-    return out.astype(dtype), logsumexp
 
 
 @with_plain_gradient
@@ -410,11 +505,14 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     settings = Settings(None, scale, soft_cap, 0)
     run = functools.partial(_forward, window=window, settings=settings, launch=launch)
+    sets = (
+        None if sinks is None else sinks.reshape(1, -1)
+    )  # One for all sequences; under `jax.vmap` one for those of each call.
     if page_table is None:
-        sums, highest, total = folded(run, q, k, v, lengths)
+        out, logsumexp = folded(run, q, k, v, lengths, sets)
     else:
-        sums, highest, total = _over_pools(run, q, k, v, lengths, page_table)
-    return _combined(sums, highest, total, sinks, q.dtype)
+        out, logsumexp = _over_pools(run, q, k, v, lengths, sets, page_table)
+    return out, logsumexp
 
 
 def paged_attention_pallas_gpu(
@@ -430,7 +528,7 @@ def paged_attention_pallas_gpu(
     soft_cap: float | None,
     launch: Launch,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Out and logsumexp; lengths and pages are in range."""
+    """Out and logsumexp; lengths and pages may be out of range."""
     return _attend(q, k, v, page_table, lengths, sinks, window, scale, soft_cap, launch)
 
 

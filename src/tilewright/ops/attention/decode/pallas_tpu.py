@@ -33,6 +33,7 @@ from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
 from tilewright.core.dispatch import Launch
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import tpu_interpret_params
+from tilewright.ops.attention.decode.bounds import room_of, within_bounds
 from tilewright.ops.attention.decode.config import PallasTpuConfig
 from tilewright.ops.attention.decode.gradient import with_plain_gradient
 from tilewright.ops.attention.tpu_tiles import LOG2_E, LOWEST, MASKED, dot_f32, pad_to
@@ -44,17 +45,13 @@ def _page(k: Any, page_table: Any) -> int | None:
     return None if page_table is None else k.shape[1]
 
 
-def _room(k: Any, page_table: Any) -> int:
-    return k.shape[1] if page_table is None else k.shape[1] * page_table.shape[1]
-
-
 def default_config(
     chip: Chip, q: Any, k: Any, v: Any, page_table: Any, *arrays: Any, **options: Any
 ) -> PallasTpuConfig:
     del arrays, options
     return PallasTpuConfig.for_shape(
         chip,
-        _room(k, page_table),
+        room_of(k, page_table),
         _page(k, page_table),
         k.shape[2],
         q.shape[3],
@@ -191,7 +188,7 @@ def _forward(
     paged = page_table is not None
     pages = config.pages if paged else 1
     block = k.shape[1] if paged else config.block_k
-    keys, room = pages * block, _room(k, page_table)
+    keys, room = pages * block, room_of(k, page_table)
     steps = pl.cdiv(room, keys)
     if window is not None:
         steps = min(steps, pl.cdiv(window + t, keys) + 1)
@@ -268,6 +265,7 @@ def _forward(
 _attend = with_plain_gradient(_forward)
 
 
+@within_bounds
 def paged_attention_pallas_tpu(
     q: Float[Array, "B T H D"],
     k: Float[Array, "_ _ KV D"],
@@ -281,7 +279,7 @@ def paged_attention_pallas_tpu(
     soft_cap: float | None,
     launch: Launch,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Out and logsumexp; lengths and pages are in range."""
+    """Out and logsumexp."""
     return _attend(q, k, v, page_table, lengths, sinks, window, scale, soft_cap, launch)
 
 

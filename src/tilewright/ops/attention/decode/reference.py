@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tilewright.ops.attention.decode.bounds import within_bounds
 from tilewright.ops.attention.reference import flash_attention_reference
 
 
+@within_bounds
 def paged_attention_reference(
     q: Float[Array, "B T H D"],
     k: Float[Array, "_ _ KV D"],
@@ -19,7 +21,7 @@ def paged_attention_reference(
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Out and logsumexp; lengths and pages are in range."""
+    """Out and logsumexp."""
     k, v = (gathered(cache, page_table) for cache in (k, v))
     keep = attended(lengths, q.shape[1], k.shape[1], window)
     # What lies past the length may be anything, NaN too, and 0 times NaN is NaN.

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.numerics import accumulator
+from tilewright.ops.attention.decode.bounds import within_bounds
 from tilewright.ops.attention.decode.reference import attended, gathered
 
 
+@within_bounds
 def paged_attention_xla(
     q: Float[Array, "B T H D"],
     k: Float[Array, "_ _ KV D"],
@@ -25,7 +27,7 @@ def paged_attention_xla(
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Out and logsumexp; lengths and pages are in range."""
+    """Out and logsumexp."""
     k, v = (gathered(cache, page_table) for cache in (k, v))
     (b, t, h, d), (_, s, kv, dv) = q.shape, v.shape
     accumulate = accumulator(q.dtype)

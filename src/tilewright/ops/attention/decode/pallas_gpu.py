@@ -131,7 +131,7 @@ def _decode_kernel(
 ):
     # inputs
     q_ref, k_ref, v_ref, lengths_ref = refs[:4]  # [B, rows, D], [B, S, KV, D], [B, S, KV, Dv] (or pools of pages), [B]
-    table_ref = refs[4] if paged else None  # [B, pages]
+    table_ref = refs[4] if paged else refs[0]  # [B, pages]; without: not used
     sinks_ref = refs[4 + paged] if sinks else None  # [sets, rows]
     # outputs: with one part, out [B, written, Dv] and logsumexp [B, written]. With more, the sums' halves
     # [B, KV, tiles, splits, 2, tile_rows, Dv], and their max and total [..., 2, tile_rows].
@@ -247,7 +247,6 @@ def _decode_kernel(
     highest, total = (plgpu.layout_cast(jnp.full((GPU_ROWS,), value, jnp.float32), per_row) for value in (LOWEST, 0.0))
     acc = plgpu.layout_cast(jnp.zeros((GPU_ROWS, width), jnp.float32), _WGMMA)
     acc, highest, total = lax.fori_loop(0, mine, step, (acc, highest, total))
-
     total = total + jnp.where(in_range, 0.0, jnp.nan)
 
     if config.splits > 1:
@@ -298,11 +297,9 @@ def _decode_kernel(
 
 
 def _combine_kernel(*refs: Any, rows: Rows, splits: int, sinks: bool):
-    # inputs: what the parts left, and sinks [sets, rows]
-    sums_ref, statistics_ref = refs[
-        :2
-    ]  # [B, KV, tiles, splits, 2, tile_rows, Dv], [B, KV, tiles, splits, 2, tile_rows]
-    sinks_ref = refs[2] if sinks else None
+    # inputs
+    sums_ref, statistics_ref = refs[:2]  # [B, KV, tiles, splits, 2, tile_rows, Dv], and without Dv
+    sinks_ref = refs[2] if sinks else None  # [sets, rows]
     # outputs
     out_ref, logsumexp_ref = refs[2 + sinks : 4 + sinks]  # [B, written, Dv], [B, written]
     # scratch
@@ -340,22 +337,21 @@ def _combine_kernel(*refs: Any, rows: Rows, splits: int, sinks: bool):
             acc = acc + (rounded + rest_of_it) * spread(weight, width, layout)
         return acc, new_highest, total
 
+    sink = None
+    if sinks_ref is not None:
+        a_set = lax.div(b, jnp.int32(out_ref.shape[0] // sinks_ref.shape[0]))
+        sink = read_eight(sinks_ref.at[a_set, pl.ds(first_row + begin, EIGHT)], width)
     highest, total = (
         plgpu.layout_cast(jnp.full((EIGHT,), value, jnp.float32), layout.reduce(1)) for value in (LOWEST, 0.0)
     )
     carry = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout), highest, total
     rounds, rest = divmod(splits, _PARTS_AT_A_TIME)
-    sink = None
-    if sinks_ref is not None:
-        a_set = lax.div(b, jnp.int32(out_ref.shape[0] // sinks_ref.shape[0]))
-        sink = read_eight(sinks_ref.at[a_set, pl.ds(first_row + begin, EIGHT)], width)
-    if rounds > 1:
+    if rounds:
         carry = lax.fori_loop(0, rounds, lambda n, carry: add(n * _PARTS_AT_A_TIME, _PARTS_AT_A_TIME, carry), carry)
-    elif rounds == 1:
-        carry = add(0, _PARTS_AT_A_TIME, carry)
     if rest:
         carry = add(rounds * _PARTS_AT_A_TIME, rest, carry)
-    out, logsumexp = finished(*carry, sink, layout)
+    acc, highest, total = carry
+    out, logsumexp = finished(acc, highest, total, sink, layout)
     store(out_smem, out.astype(out_smem.dtype))
     store(logsumexp_smem, logsumexp)
     plgpu.commit_smem()

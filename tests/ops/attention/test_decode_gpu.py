@@ -207,6 +207,26 @@ def test_vmap_over_pages(pools_differ: bool) -> None:
             np.testing.assert_allclose(np.asarray(one[n], np.float32), np.asarray(other, np.float32), atol=0.02)
 
 
+@pytest.mark.parametrize("paged", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_vmap_with_sinks_for_each_call(splits: int, paged: bool) -> None:
+    """They stay one set for all sequences of a call."""
+    q, k, v, lengths, _ = draw([40, 3], s=40, d=16)
+    arrays = (q, *in_pages((k, v), 16), lengths) if paged else (q, k, v, lengths)
+    sinks = jnp.array([[0.0, 3.0], [-2.0, 1.0], [-jnp.inf, 5.0]])
+
+    def run(sinks, **options):
+        op = paged_attention if paged else decode_attention
+        return op(*arrays, sinks=sinks, return_logsumexp=True, **options)
+
+    with able_to_run("pallas_gpu"):
+        config = PallasGpuConfig(64, 2, splits)
+        got = jax.jit(jax.vmap(lambda s: run(s, implementation="pallas_gpu", config=config)))(sinks)
+    for n in range(3):
+        for one, other in zip(got, run(sinks[n], implementation="xla"), strict=True):
+            np.testing.assert_allclose(np.asarray(one[n], np.float32), np.asarray(other, np.float32), atol=0.02)
+
+
 def structs(b=2, t=1, s=256, h=8, kv=2, d=64, dtype="bfloat16", page=None, pages=4):
     struct = jax.ShapeDtypeStruct
     if page is None:

@@ -88,7 +88,7 @@ def _case(
 
 CASES: tuple[Case, ...] = (
     _case("odd", 1, 5, 7, (2, 1), 8, small=True),
-    _case("window_cross", 1, 70, 200, (4, 1), 80, causal=True, window=(50, 0), q_offset=130, small=True),
+    _case("window_cross", 1, 70, 200, (4, 1), 80, causal=True, window=(50, 0), q_offset=130, sinks=True, small=True),
     _case("packed", 2, 140, 140, (8, 1), 64, segments=4, causal=True, small=True),
     _case("bias_sinks_cap", 2, 60, 140, (4, 2), 32, 48, bias=(2, 1, 60), sinks=True, soft_cap=4.0, small=True),
     _case("large_logits", 1, 96, 96, (2, 1), 128, causal=True, logit_scale=1000.0, small=True),

@@ -252,12 +252,12 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
     """The state through the chunks of a part. For its `ends`: of values and of the identity, and no outputs."""
     # inputs
     q_ref, k_in_ref, k_out_ref, v_ref, x_ref, p_ref, across_ref, initial_ref = refs[:8]
-    # outputs
+    # scratch, behind the outputs
     *outputs, k_in_ring, k_out_tiles, v_ring, x_ring, across_ring, q_ring, p_tiles, end_tiles, kept_tiles = refs[8:-3]
-    (o_ref, final_ref), kept_refs = outputs[:2], outputs[2:]
-    end_ref, transition_ref = outputs[:2]
-    # scratch, with the last of these
     arrived, late_arrived, consumed = refs[-3:]
+    # outputs
+    o_ref, final_ref = end_ref, transition_ref = outputs[:2]
+    kept_refs = outputs[2:]
 
     b, hv, block = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("values")
     part, warpgroup = lax.axis_index("part"), lax.axis_index("warpgroup")

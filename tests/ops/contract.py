@@ -60,6 +60,7 @@ class OpContract:
     """Subclass, and set `op_name`."""
 
     op_name: str
+    has_kernels_of_another = False
 
     @classmethod
     def op(cls) -> Op:
@@ -78,8 +79,8 @@ class OpContract:
         """Every case, implementation and dtype that a test asks for.
 
         Interpreters are slow. In one, the cases take the dtypes in turn (`tilewright check` takes both for each), and the
-        first two cases' values are what runs by default; the rest is marked slow. So is the reference, which is what the
-        others are held to.
+        second case's values, which has more in it, are what runs by default; the rest is marked slow, and all of it for an
+        op that has another's kernels. So is the reference, which is what the others are held to.
         """
         ranges = {"implementation": self.op().implementations, "case": self.small_cases(), "dtype": DTYPES}
         asked = [name for name in ranges if name in metafunc.fixturenames]
@@ -97,9 +98,8 @@ class OpContract:
                 if "dtype" in given and given["dtype"] != taken[place % len(taken)]:
                     continue
                 transformed = metafunc.function.__name__ in ("test_vmap", "test_remat")
-                # The GPU's interpreter is the slowest: of its cases the second, which has more in it, is enough.
-                by_default = (1,) if given["implementation"] == "pallas_gpu" else (0, 1)
-                marks = [pytest.mark.slow] if transformed or place not in by_default else []
+                by_default = place == 1 and not transformed and not self.has_kernels_of_another
+                marks = [] if by_default else [pytest.mark.slow]
             chosen.append(pytest.param(*values, marks=marks))
         metafunc.parametrize(asked, chosen)
 

@@ -75,6 +75,7 @@ def test_the_backward_takes_as_few_heads_together_as_keep_a_gpu_busy() -> None:
     assert pallas_gpu_bwd._heads_together(1, 4096, 132) == 1
 
 
+@pytest.mark.slow
 def test_the_order_of_heads_does_not_change_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads side by side, and one after the other: the sums of dq have no order, so the bits are the same."""
     q, k, v = draw(t=140, s=140, h=2, kv=2, d=32, dtype="bfloat16")

@@ -36,6 +36,7 @@ MIB = 2**20
 
 class TestDeltaRule(OpContract):
     op_name = "delta_rule"
+    has_kernels_of_another = True  # The gated rule's, without a gate.
 
 
 class TestGatedDeltaRule(OpContract):

@@ -55,7 +55,8 @@ def test_values_and_gradients(op, parts, hv, more):
         assert one.verdict.ok, f"{one.quantity}: {one.verdict}"
 
 
-@pytest.mark.parametrize("op", ["gated_delta_rule", pytest.param("kda", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
 def test_two_parts_are_two_calls_chained_to_the_bit(op):
     """The second part begins with what the first ends with: no transition is needed, so none rounds."""
     arrays = drawn(op, 4 * 64).draw("bfloat16", 0)

@@ -146,7 +146,7 @@ TINY_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@pytest.mark.parametrize("implementation", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "xla"])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(n=st.integers(1, 70), h=st.integers(1, 300), v=st.integers(1, 400), cap=st.sampled_from([None, 3.0]))
 def test_any_shape_in_many_small_blocks(implementation: str, n: int, h: int, v: int, cap: float | None) -> None:
@@ -217,7 +217,7 @@ def test_a_row_does_not_depend_on_the_others(implementation: str) -> None:
     np.testing.assert_allclose(together, np.concatenate(apart), rtol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@pytest.mark.parametrize("implementation", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "xla"])
 def test_bfloat16_at_a_real_vocabulary(implementation: str) -> None:
     """50,257 columns: not a multiple of anything, and no padding by the caller."""
     held = CaseCheck(find_op("linear_cross_entropy"), _case("gpt2_rows", 24, 32, 50257), "bfloat16")

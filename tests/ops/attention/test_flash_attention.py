@@ -293,7 +293,7 @@ def test_distances_beyond_int32_are_without_end(implementation: str) -> None:
 
 
 @every_implementation
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("segments", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_mask_array_of_the_keys_or_of_the_queries_alone(implementation: str, segments: bool) -> None:
     """[B, 1, 1, S] and [B, 1, T, 1], as people give padding."""
     q, k, v = draw(b=2, t=12, s=15)

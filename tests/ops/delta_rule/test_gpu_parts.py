@@ -37,7 +37,7 @@ def on_gpu(op, parts):
     ("op", "parts", "hv", "more"),
     [
         # Five chunks in parts of 2, 2 and 1: a transition between, a shorter last part, gates that let states through.
-        ("gated_delta_rule", 3, 1, {"gate": 0.03}),
+        pytest.param("gated_delta_rule", 3, 1, {"gate": 0.03}, marks=pytest.mark.slow),
         ("kda", 3, 1, {"gate": 0.03}),
         # A part a chunk, segments that end inside parts, grouped heads, widths of three tiles of 64.
         pytest.param("gated_delta_rule", 5, 2, {"segments": 3, "v": 80}, marks=pytest.mark.slow),

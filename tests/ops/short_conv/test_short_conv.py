@@ -198,7 +198,7 @@ def test_weights_may_be_float32_and_their_gradients_are(implementation: str) -> 
     ("chip", "b", "t", "d", "width", "segments"),
     [
         ("v6e", 1, 1, 1, 8, False),
-        ("v5p", 2, 200, 300, 3, True),
+        pytest.param("v5p", 2, 200, 300, 3, True, marks=pytest.mark.slow),
         ("v6e", 1, 100, 130, 8, True),
     ],
 )

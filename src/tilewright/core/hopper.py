@@ -20,6 +20,7 @@ from tilewright.core.target import Interpret, gpu_interpret_params
 
 _HOPPER = (9, 0)
 _SWIZZLE_BYTES = 128
+_WARPS = 4  # Of a warpgroup.
 
 
 def not_hopper(chip: Chip, plain: str = "xla") -> str | None:
@@ -186,6 +187,20 @@ def loop_with_sums(
         return tuple(ref[...] for ref in refs)
 
     return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+
+
+def few_rows(rows: int, lanes: int, channels: int) -> Any:
+    """A layout of few rows, a multiple of 4, for a warpgroup: each warp has a quarter of them, and a row so many lanes.
+
+    A thread has `channels` neighbours of a row; wider tiles repeat that.
+    """
+    columns = lanes * channels
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((rows, columns), (rows // _WARPS, columns), (channels,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
 
 
 def store(ref: Any, value: jax.Array) -> None:

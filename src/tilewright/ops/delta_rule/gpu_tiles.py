@@ -19,6 +19,7 @@ from tilewright.ops.delta_rule.config import GPU_TILE
 
 CHUNK = 64
 HALVES = 2  # What is kept for a backward in float32's place: rounded to bfloat16, and the rest.
+LARGE = (0, 0), (0, 1), (1, 0)  # Of the products of two numbers' halves, those that are large.
 
 WGMMA = plgpu.Layout.WGMMA
 SQUARE = (CHUNK, CHUNK)
@@ -189,15 +190,15 @@ class Round:
         return (apart >= least) & (apart < most) & (i >= j) & (lax.broadcast_in_dim(rows, SQUARE, [0]) > 0)
 
 
-def lowest_of_all(lowest: jax.Array, everywhere: Any) -> jax.Array:
-    """Of numbers that belong to rows, the lowest: a number that all warps have. `everywhere` [C] is for it to work in."""
+def some_fall(lowest: jax.Array, everywhere: Any) -> jax.Array:
+    """Whether a row falls too far (0 or 1), a number that all warps have. `everywhere` [C] is for it to work in."""
     everywhere[...] = lowest
     plgpu.commit_smem()
     of_all = jnp.min(along_columns(everywhere, SQUARE), axis=1)
     plgpu.commit_smem()
     everywhere[...] = of_all
     plgpu.commit_smem()
-    return everywhere[0]
+    return jnp.where(everywhere[0] < -LARGEST_EXPONENT, 1, 0)
 
 
 def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_pair: Any, *, interpreted: bool) -> jax.Array:

@@ -55,6 +55,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     CHANNELS,
     CHUNK,
     HALVES,
+    LARGE,
     LARGEST_EXPONENT,
     LOG2_E,
     SQUARE,
@@ -71,9 +72,9 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     invert,
     keep_halves,
     load_turned,
-    lowest_of_all,
     per_chunk,
     positions,
+    some_fall,
     sums_of_gates,
     turned,
     turned_states,
@@ -85,8 +86,6 @@ _STAGES = 2
 # Chunks that a thread block of `_scores_kernel` works on at once: they hide each other's latency.
 _SIDE_BY_SIDE = 3
 _STATE_REGISTERS, _FETCH_REGISTERS = 240, 24
-# Of the products of two halves each, those that are large.
-_LARGE = (0, 0), (0, 1), (1, 0)
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,8 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             of_k = of_k + jnp.where(mask, alike, 0.0)
 
             def add_q(sum_: Accumulator) -> None:
-                sum_.add(rows.at[first], turned(columns.at[first]))
-                sum_.add(rows.at[first], turned(columns.at[second]))
-                sum_.add(rows.at[second], turned(columns.at[first]))
+                for one, another in LARGE:
+                    sum_.add(rows.at[(first, second)[one]], turned(columns.at[(first, second)[another]]))
 
             asked = product(SQUARE, add_q, interpreted=interpreted)
             plgpu.commit_smem()  # Other warps may still be multiplying: only behind them are tiles written again.
@@ -209,7 +207,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
                     plgpu.copy_smem_to_gmem(here.rows.at[first], q_into_ref.at[b, tokens, hv, channels])
                     plgpu.copy_smem_to_gmem(here.rows.at[third], k_into_ref.at[b, tokens, hv, channels])
 
-                falls = jnp.where(lowest_of_all(lowest, lowest_tiles.at[warpgroup]) < -LARGEST_EXPONENT, 1, 0)
+                falls = some_fall(lowest, lowest_tiles.at[warpgroup])
                 # Round 0 tells who falls in the chunk, round 1, which is there only if some do, who falls in a block.
                 until = jnp.where(level == 0, Round.until(falls, jnp.int32(0)), until)
                 until = jnp.where(level == 1, Round.until(jnp.int32(1), falls), until)
@@ -365,7 +363,7 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
             plgpu.barrier_wait(late_arrived)
 
             def add_p(sum_: Accumulator) -> None:
-                for one, another in _LARGE:
+                for one, another in LARGE:
                     sum_.add(errors[one], turned(p_tiles.at[half_of(n, another)]))
 
             if q_s:
@@ -374,7 +372,7 @@ def _state_kernel(*refs: Any, parts: Parts, ends: bool, warpgroups: int, scale: 
                 turned(values)[...] = (o * scale).astype(jnp.bfloat16)
 
             def add_k(sum_: Accumulator) -> None:
-                for one, another in _LARGE:
+                for one, another in LARGE:
                     sum_.add(errors[one], k_out_tiles.at[half_of(n, another)])
 
             kept = state * along_columns(across_ring.at[slot], state_shape)

@@ -50,10 +50,10 @@ from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
 from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig
 from tilewright.ops.delta_rule.gpu_tiles import (
-    BLOCK,
     CHANNELS,
     CHUNK,
     HALVES,
+    LARGE,
     LARGEST_EXPONENT,
     LOG2_E,
     SQUARE,
@@ -68,9 +68,9 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     in_chunks,
     keep_halves,
     load_turned,
-    lowest_of_all,
     per_chunk,
     positions,
+    some_fall,
     sums_of_gates,
     turned,
     turned_states,
@@ -83,8 +83,7 @@ _SIDES = 2  # Warpgroups of `_products_kernel` that compute: the one of Y and th
 # What `_products_kernel` makes of a chunk and 64 key channels.
 _READ, _BACK, _ONTO = range(3)
 # Of the products of two operands in two halves, the large ones.
-_FIRST, _SECOND = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
-_LARGE = ((_FIRST, _FIRST), (_FIRST, _SECOND), (_SECOND, _FIRST))
+_HALF = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)  # Of a tile with both, one below the other.
 
 
 def _reverse_kernel(*refs: Any, chunks: int, warpgroups: int, scale: float, interpreted: bool):
@@ -330,16 +329,15 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
     keep_halves(g_tiles.at[0], halves(g))
     plgpu.commit_smem()
 
-    def lowest_since_start(number: Any, size: int) -> tuple[jax.Array, jax.Array]:
-        """How low each row falls from the start of its block of so many tokens; and whether one falls too far."""
+    def lowest_since_start(number: Any, level: int) -> tuple[jax.Array, jax.Array]:
+        """How low each row falls from where a round scales it to; and whether one falls too far."""
         zero = unknown_zero(number)
-        i, j = apart(zero)
-        lowest = jnp.min(sums(zero, ((i ^ j) < size) & (j <= i)), axis=1)
-        return lowest, jnp.where(lowest_of_all(lowest, sum_tile) < -LARGEST_EXPONENT, 1, 0)
+        lowest = jnp.min(sums(zero, Round.of(jnp.int32(level)).exponents(*apart(zero))), axis=1)
+        return lowest, some_fall(lowest, sum_tile)
 
-    in_chunk, some_fall = lowest_since_start(0, CHUNK)
-    in_block, more_fall = lax.fori_loop(
-        0, some_fall, lambda once, _: lowest_since_start(once, BLOCK), (in_chunk, jnp.int32(0))
+    in_chunk, falls = lowest_since_start(0, 0)
+    in_block, more_falls = lax.fori_loop(
+        0, falls, lambda once, _: lowest_since_start(once, 1), (in_chunk, jnp.int32(0))
     )
     plgpu.barrier_wait(arrived)
 
@@ -367,12 +365,12 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
             plgpu.commit_smem()
 
             def add_rows(sum_: Accumulator) -> None:
-                for one, another in _LARGE:
-                    sum_.add(both.at[one], columns.at[another])
+                for one, another in LARGE:
+                    sum_.add(both.at[_HALF[one]], columns.at[_HALF[another]])
 
             def add_columns(sum_: Accumulator) -> None:
-                for one, another in _LARGE:
-                    sum_.add(turned(both.at[one]), rows.at[another])
+                for one, another in LARGE:
+                    sum_.add(turned(both.at[_HALF[one]]), rows.at[_HALF[another]])
 
             of_rows = of_rows + by_row * product(SQUARE, add_rows, interpreted=interpreted)
             of_columns = of_columns + by_column * product(SQUARE, add_columns, interpreted=interpreted)
@@ -383,7 +381,7 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
         return lax.fori_loop(0, 2, of_queries_or_keys, gradients)
 
     nothing = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
-    rounds = Round.until(some_fall, more_fall)
+    rounds = Round.until(falls, more_falls)
     d_q, d_k, d_columns = lax.fori_loop(0, rounds, one_round, (nothing, nothing, nothing))
 
     zero = unknown_zero(CHUNK)

@@ -134,7 +134,7 @@ def paged_attention(
         )
     if table.shape[1] == 0:
         raise ValueError(f"page_table is {shown(table)}; it must have a page or more for each sequence: [B, pages]")
-    if table.dtype.itemsize > 4 or table.dtype == jnp.uint32:
+    if not np.can_cast(table.dtype, np.int32):
         table = jnp.clip(table, 0, k.shape[0] - 1)  # No page outside of the pool becomes one in it.
     table = table.astype(jnp.int32)
     room = table.shape[1] * k.shape[1]
@@ -168,7 +168,7 @@ def _attend(
         sinks = jnp.asarray(sinks)
         if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
             raise ValueError(f"sinks is {shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
-    if lengths.dtype.itemsize > 4 or lengths.dtype == jnp.uint32:
+    if not np.can_cast(lengths.dtype, np.int32):
         # What does not fit into 32 bits is out of range, and stays so.
         lengths = jnp.where((lengths >= 0) & (lengths <= room), lengths.astype(jnp.int32), -1)
     lengths = lengths.astype(jnp.int32)

@@ -59,7 +59,7 @@ class PallasTpuConfig:
 GPU_ROWS = 64
 GPU_WIDEST = 256
 _GPU_BLOCKS = (64, 128)
-_GPU_EIGHT = 8  # Rows that a tile in shared memory is made of.
+GPU_EIGHT = 8  # Rows that a tile in shared memory is made of.
 _GPU_SIDE_BY_SIDE = 2
 _GPU_MOST_STAGES = 8
 _GPU_MOST_SPLITS = 128
@@ -70,7 +70,7 @@ _GPU_SMEM_A_BLOCK = 1024  # What a multiprocessor keeps for itself, for each of 
 
 def gpu_tile_rows(rows: int) -> int:
     """Rows that the queries of a sequence and key head have in shared memory, for so many of them."""
-    return min(GPU_ROWS, -(-rows // _GPU_EIGHT) * _GPU_EIGHT)
+    return min(GPU_ROWS, -(-rows // GPU_EIGHT) * GPU_EIGHT)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PallasGpuConfig:
 
     def smem_bytes(self, d: int, dv: int, rows: int) -> int:
         """An estimate of the shared memory of a thread block, for so many queries of a sequence and key head."""
-        elements = gpu_tile_rows(rows) * d + self.stages * self.block_k * (d + dv) + _GPU_EIGHT * dv
+        elements = gpu_tile_rows(rows) * d + self.stages * self.block_k * (d + dv) + GPU_EIGHT * dv
         return elements * _BFLOAT16_BYTES + _GPU_SMEM_SLACK
 
     @staticmethod

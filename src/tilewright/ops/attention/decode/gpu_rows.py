@@ -8,15 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.hopper import padded, store
-from tilewright.ops.attention.decode.config import GPU_ROWS, gpu_tile_rows
+from tilewright.core.hopper import few_rows, padded, store
+from tilewright.ops.attention.decode.config import GPU_EIGHT, GPU_ROWS, gpu_tile_rows
 from tilewright.ops.attention.gpu_tiles import LOG2_E, LOWEST
 
-EIGHT = 8  # Rows of a tile in shared memory that a copy may begin at.
 LINE_BYTES = 128  # Where a copy begins in shared memory that is no tile.
 
 _LANES_A_ROW = 16
-_WARPS = 4
 _MOST_CHANNELS_A_THREAD = 8  # 16 bytes of bfloat16, the widest load.
 
 
@@ -24,16 +22,10 @@ def tile_count(tokens: int, group: int) -> int:
     return -(-tokens * group // GPU_ROWS)
 
 
-def few_rows(width: int) -> Any:
-    """A layout of [8, width]: a warp has 2 rows, a row 16 lanes; the width is a multiple of 16."""
+def eight_rows(width: int) -> Any:
+    """A layout of [8, width]; the width is a multiple of 16."""
     channels = math.gcd(width // _LANES_A_ROW, _MOST_CHANNELS_A_THREAD)
-    columns = _LANES_A_ROW * channels
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((EIGHT, columns), (EIGHT // _WARPS, columns), (channels,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )
+    return few_rows(GPU_EIGHT, _LANES_A_ROW, channels)
 
 
 class Rows:
@@ -54,12 +46,12 @@ class Rows:
         self.count = tokens * self.group
         self.tiles = tile_count(tokens, self.group)
         self.tile_rows = gpu_tile_rows(self.count)
-        self.in_place = tokens == 1 and (self.group % EIGHT == 0 or EIGHT % self.group == 0)
+        self.in_place = tokens == 1 and (self.group % GPU_EIGHT == 0 or GPU_EIGHT % self.group == 0)
         self.stride = self.count if self.in_place else self.tiles * self.tile_rows
-        self.piece = min(EIGHT, self.stride)
+        self.piece = min(GPU_EIGHT, self.stride)
         self.written = self.kv * self.stride
         room = self.written if self.piece * row_bytes % LINE_BYTES == 0 else self.written - self.stride + self.tile_rows
-        self.total = max(-(-room // EIGHT) * EIGHT, self.tile_rows)
+        self.total = max(-(-room // GPU_EIGHT) * GPU_EIGHT, self.tile_rows)
 
     def first(self, kv: Any, n: Any) -> Any:
         """Of a key head's tile n, the first row."""
@@ -108,7 +100,7 @@ def finished(
 
 def read_eight(ref: Any, width: int = _LANES_A_ROW) -> jax.Array:
     """Eight numbers, one for each row of [8, width]."""
-    return plgpu.load(ref, layout=few_rows(width).reduce(1), optimized=False)
+    return plgpu.load(ref, layout=eight_rows(width).reduce(1), optimized=False)
 
 
 def write_logsumexp(ref: Any, held: Any, piece: int) -> None:
@@ -116,7 +108,7 @@ def write_logsumexp(ref: Any, held: Any, piece: int) -> None:
 
     By plain stores: copies take 16 bytes or more.
     """
-    if piece == EIGHT:
+    if piece == GPU_EIGHT:
         store(ref, read_eight(held))
         return
     for n in range(piece):

@@ -53,12 +53,11 @@ from tilewright.core.hopper import accumulate, padded, product, quotient, refusa
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.attention.decode.bounds import room_of
-from tilewright.ops.attention.decode.config import GPU_ROWS, GPU_WIDEST, PallasGpuConfig
+from tilewright.ops.attention.decode.config import GPU_EIGHT, GPU_ROWS, GPU_WIDEST, PallasGpuConfig
 from tilewright.ops.attention.decode.gpu_rows import (
-    EIGHT,
     LINE_BYTES,
     Rows,
-    few_rows,
+    eight_rows,
     finished,
     read_eight,
     spread,
@@ -105,7 +104,7 @@ def unsupported_reason(
         return f"D={d} and Dv={dv} must be {GPU_WIDEST} at most (registers of a warpgroup); use implementation='xla'"
     if page_table is not None:
         page, block = k.shape[1], config.block_k
-        if page % EIGHT or (block % page and page % block):
+        if page % GPU_EIGHT or (block % page and page % block):
             return (
                 f"pages of {page} keys are not whole parts of a block of {block} keys, nor blocks of them; use pages of "
                 f"8, 16, 32 or a multiple of {block} keys, or implementation='xla'"
@@ -195,9 +194,9 @@ def _decode_kernel(
         pl.when(n < mine)(functools.partial(fetch, jnp.int32(n)))
     if sinks_ref is not None:
         a_set = lax.div(b, jnp.int32(lengths_ref.shape[0] // sinks_ref.shape[0]))
-        for n in range(0, rows.tile_rows, EIGHT):
-            logits = read_eight(sinks_ref.at[a_set, pl.ds(first_row + n, EIGHT)])
-            store(statistics_smem.at[0, pl.ds(unused + n, EIGHT)], logits)
+        for n in range(0, rows.tile_rows, GPU_EIGHT):
+            logits = read_eight(sinks_ref.at[a_set, pl.ds(first_row + n, GPU_EIGHT)])
+            store(statistics_smem.at[0, pl.ds(unused + n, GPU_EIGHT)], logits)
     plgpu.barrier_wait(q_arrived)
 
     row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_WGMMA) for axis in (0, 1))
@@ -271,10 +270,10 @@ def _decode_kernel(
     whole = v_smem.at[pl.ds(0, GPU_ROWS)]
     whole[...] = out.astype(v_smem.dtype)
     statistics_smem[1] = logsumexp
-    if rows.piece < EIGHT:
-        store(out_smem, plgpu.load(whole.at[valid], layout=few_rows(width), optimized=False))  # [8, Dv]
+    if rows.piece < GPU_EIGHT:
+        store(out_smem, plgpu.load(whole.at[valid], layout=eight_rows(width), optimized=False))  # [8, Dv]
     plgpu.commit_smem()
-    for n in range(0, rows.tile_rows, EIGHT):
+    for n in range(0, rows.tile_rows, GPU_EIGHT):
         own = n_tile * GPU_ROWS + n  # Of the key head's rows.
 
         def write(own: Any = own) -> None:
@@ -282,14 +281,14 @@ def _decode_kernel(
             target, within = pl.ds(row, rows.piece), row - first_row  # `within` the rows that were copied.
             source = (
                 out_smem.at[pl.ds(within, rows.piece)]
-                if rows.piece < EIGHT
+                if rows.piece < GPU_EIGHT
                 else whole.at[pl.ds(unused + within, rows.piece)]
             )
             plgpu.copy_smem_to_gmem(source, out_ref.at[b, target])
             held = statistics_smem.at[1, pl.ds(unused + within, rows.piece)]
             write_logsumexp(statistics_ref.at[b, target], held, rows.piece)
 
-        if rows.piece < EIGHT or rows.stride % rows.tile_rows == 0:
+        if rows.piece < GPU_EIGHT or rows.stride % rows.tile_rows == 0:
             write()
         else:
             pl.when(own < rows.stride)(write)  # A tile ends in the next head's rows.
@@ -305,17 +304,17 @@ def _combine_kernel(*refs: Any, rows: Rows, splits: int, sinks: bool):
     # scratch
     out_smem, logsumexp_smem = refs[4 + sinks :]  # [8, channels], [8]
     width = out_smem.shape[1]
-    shape, layout = (EIGHT, width), few_rows(width)
+    shape, layout = (GPU_EIGHT, width), eight_rows(width)
     b, columns = lax.axis_index("batch"), pl.ds(lax.axis_index("values") * width, width)
     # One eight of a key head's rows, or its whole group. `within` is where it lies in its tile.
     kv, n = quotient(lax.axis_index("rows"), rows.stride // rows.piece)
-    n_tile = lax.div(n, jnp.int32(GPU_ROWS // EIGHT))
+    n_tile = lax.div(n, jnp.int32(GPU_ROWS // GPU_EIGHT))
     row = kv * rows.stride + n * rows.piece
     first_row = rows.first(kv, n_tile)
     within = row - first_row
     # Of a group of fewer than eight, all rows of the tile are computed: its own, and what came with them.
-    begin = within if rows.piece == EIGHT else 0
-    valid = pl.ds(begin, EIGHT)
+    begin = within if rows.piece == GPU_EIGHT else 0
+    valid = pl.ds(begin, GPU_EIGHT)
 
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)  # [8, channels]
@@ -340,9 +339,9 @@ def _combine_kernel(*refs: Any, rows: Rows, splits: int, sinks: bool):
     sink = None
     if sinks_ref is not None:
         a_set = lax.div(b, jnp.int32(out_ref.shape[0] // sinks_ref.shape[0]))
-        sink = read_eight(sinks_ref.at[a_set, pl.ds(first_row + begin, EIGHT)], width)
+        sink = read_eight(sinks_ref.at[a_set, pl.ds(first_row + begin, GPU_EIGHT)], width)
     highest, total = (
-        plgpu.layout_cast(jnp.full((EIGHT,), value, jnp.float32), layout.reduce(1)) for value in (LOWEST, 0.0)
+        plgpu.layout_cast(jnp.full((GPU_EIGHT,), value, jnp.float32), layout.reduce(1)) for value in (LOWEST, 0.0)
     )
     carry = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout), highest, total
     rounds, rest = divmod(splits, _PARTS_AT_A_TIME)
@@ -383,7 +382,7 @@ def _forward(
     paged, room = page_table is not None, room_of(k, page_table)
     q, k, v = (padded(x, 3, _LEAST_WIDTH) for x in (q, k, v))
     if not paged:
-        k, v = (padded(x, 1, config.block_k if x.shape[1] < config.block_k else EIGHT) for x in (k, v))
+        k, v = (padded(x, 1, config.block_k if x.shape[1] < config.block_k else GPU_EIGHT) for x in (k, v))
     d, d_v, dtype = q.shape[3], v.shape[3], q.dtype
     rows = Rows(t, h, kv, d_v * dtype.itemsize)
     interpreted = launch.interpret is not None
@@ -429,7 +428,7 @@ def _forward(
             tile(k_rows, d, dtype=dtype),
             tile(ring, d_v, dtype=dtype),
             plgpu.SMEM((2, GPU_ROWS), jnp.float32),
-            plgpu.SMEM((EIGHT, d_v), dtype),
+            plgpu.SMEM((GPU_EIGHT, d_v), dtype),
             plgpu.Barrier(),
             arrived,
             arrived,
@@ -445,7 +444,7 @@ def _forward(
             out_type=results,
             grid=(b, rows.written // rows.piece, d_v // channels),
             grid_names=("batch", "rows", "values"),
-            scratch_types=(plgpu.SMEM((EIGHT, channels), dtype), plgpu.SMEM((EIGHT,), jnp.float32)),
+            scratch_types=(plgpu.SMEM((GPU_EIGHT, channels), dtype), plgpu.SMEM((GPU_EIGHT,), jnp.float32)),
             kernel_name="decode_attention_combine",
             **common,
         )(out, statistics, *of_rows)

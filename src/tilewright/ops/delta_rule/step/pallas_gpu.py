@@ -37,7 +37,7 @@ from tilewright.core.axes import State
 from tilewright.core.batching import folded
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import not_hopper, padded, store, updated_in_place
+from tilewright.core.hopper import few_rows, not_hopper, padded, store, updated_in_place
 from tilewright.core.manual_axes import output_like
 from tilewright.ops.delta_rule.step.config import GPU_ROWS, PallasGpuConfig
 from tilewright.ops.delta_rule.step.reference import delta_rule_step_reference
@@ -65,13 +65,7 @@ def unsupported_reason(launch: Launch, state: State, *rest: Any, scale: float) -
 def _layout(block_v: int) -> Any:
     """[16, block_v] of a tile: a warp has 4 rows, a row 8 lanes."""
     channels = min(block_v // _LANES_A_ROW, _MOST_CHANNELS_A_THREAD)
-    columns, rows = _LANES_A_ROW * channels, GPU_ROWS // 4
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((GPU_ROWS, columns), (rows, columns), (channels,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )
+    return few_rows(GPU_ROWS, _LANES_A_ROW, channels)
 
 
 def _step_kernel(*refs: Any, block_v: int, group: int, scale: float):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.core.numerics import FLOOR, discrepancy, judge, round_gradient
+from tilewright.core.numerics import FLOOR, discrepancy, judge, round_gradient, rounded
 
 
 def test_metrics_by_hand() -> None:
@@ -73,3 +73,9 @@ def test_round_gradient_rounds_the_gradient_alone() -> None:
     value, gradient = jax.value_and_grad(lambda x: round_gradient(x, jnp.bfloat16) * x)(x)
     assert value == x * x
     assert gradient == x + jnp.float32(1.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_rounded_is_what_is_left_after_a_cast(dtype) -> None:
+    x = jax.random.normal(jax.random.key(0), (1000,))
+    np.testing.assert_array_equal(rounded(x, dtype), np.asarray(x).astype(dtype).astype(np.float32))

@@ -29,6 +29,14 @@ def accumulator(dtype: Any) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """The values that are left of x in `dtype`, in x's own dtype.
+
+    A cast there and back may leave more: XLA takes such a pair out on a GPU, for the excess precision.
+    """
+    return jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def round_gradient(x: jax.Array, dtype: Any) -> jax.Array:
     """The argument itself; its gradient is rounded to `dtype` on the way back.
@@ -42,8 +50,7 @@ def round_gradient(x: jax.Array, dtype: Any) -> jax.Array:
 
 round_gradient.defvjp(
     lambda x, dtype: (x, None),
-    # Not a cast there and back: XLA takes such a pair out on a GPU, for the excess precision.
-    lambda dtype, _, gradient: (jax.lax.reduce_precision(gradient, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant),),
+    lambda dtype, _, gradient: (rounded(gradient, dtype),),
 )
 
 

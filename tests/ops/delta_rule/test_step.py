@@ -73,6 +73,21 @@ def test_tokens_in_a_loop_are_the_sequence():
     np.testing.assert_allclose(o.astype(jnp.float32), expected_o.astype(jnp.float32), rtol=1e-2, atol=1e-3)
 
 
+def test_every_implementation_sees_rounded_unit_keys():
+    """A cast to bfloat16 and back is what XLA leaves out on a GPU: the plain step's keys would not be the kernel's."""
+    arrays = draw(dtype=jnp.bfloat16)
+    step = jax.jit(lambda a: gated_delta_rule_step(**a, normalize_qk=True, implementation="reference"))
+    assert step.lower(arrays).as_text().count("reduce_precision") == 2  # q and k
+
+    def unit(x):
+        wide = np.asarray(x, np.float32)
+        return jnp.asarray(wide / np.sqrt(np.sum(wide**2, axis=-1, keepdims=True) + 1e-6), jnp.bfloat16)
+
+    by_hand = arrays | {name: unit(arrays[name]) for name in ("q", "k")}
+    want = gated_delta_rule_step(**by_hand, implementation="reference")
+    jax.tree.map(np.testing.assert_array_equal, step(arrays), want)
+
+
 @pytest.mark.parametrize(("op", "gate"), [("delta_rule", None), ("gated_delta_rule", ()), ("kda", (128,))])
 def test_an_h200_gets_one_kernel_that_works_in_place(op, gate):
     arrays = structs(b=16, h=16, hv=32, depth=128, width=128, dtype=jnp.bfloat16)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tilewright.core.numerics import accumulator
+from tilewright.core.numerics import accumulator, rounded
 
 _NORMALIZE_EPSILON = 1e-6
 
@@ -16,7 +16,10 @@ def given_arrays(**given: Any) -> dict[str, jax.Array]:
 
 
 def normalized(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
-    """x / sqrt(sum x^2 + 1e-6) along the last axis, summed in float32, rounded to x's dtype."""
+    """x / sqrt(sum x^2 + 1e-6) along the last axis, summed in float32, rounded to x's dtype.
+
+    Every implementation sees the rounded values: XLA is not to pass the others on to one that goes on in float32.
+    """
     wide = x.astype(accumulator(x.dtype))
     squares = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares + _NORMALIZE_EPSILON)).astype(x.dtype)
+    return rounded(wide * jax.lax.rsqrt(squares + _NORMALIZE_EPSILON), x.dtype).astype(x.dtype)

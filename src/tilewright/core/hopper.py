@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from tilewright.core.chip import Chip
 from tilewright.core.manual_axes import output_like, varying_axes
@@ -135,6 +136,44 @@ def products(
         return *(ref[...] for ref in refs), *(more or ())
 
     return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+
+
+def added_onto(
+    values: tuple[jax.Array, ...],
+    outs: tuple[Any, ...],
+    add: Callable[..., tuple[jax.Array, ...]],
+    *,
+    interpreted: bool,
+) -> tuple[jax.Array, ...]:
+    """What `add` makes, of accumulators that begin with values. `outs` has the shapes and dtypes of it.
+
+    All products are done behind it.
+    """
+    if interpreted:
+        return add(*(Accumulator(value=value) for value in values))
+
+    def run(refs: Any) -> None:
+        made = add(*(Accumulator(ref) for ref in refs[: len(values)]))
+        for ref, out in zip(refs[len(values) :], made, strict=True):
+            ref[...] = out
+
+    # The refs of what is made are registers, too. They have to begin with something.
+    nothing = (plgpu.layout_cast(jnp.zeros(out.shape, out.dtype), plgpu.Layout.WGMMA) for out in outs)
+    held: Any = pl.run_state(run)((*(plgpu.WGMMAAccumulatorRef.init(value) for value in values), *nothing))
+    return tuple(held[len(values) :])
+
+
+def truncated(x: jax.Array, *, interpreted: bool) -> jax.Array:
+    """A tile of float32 as int32, towards zero. It has to be in range: `astype` would look, two instructions a number."""
+    if interpreted:
+        return x.astype(jnp.int32)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=layout))
+    def convert(_: Any, x: Any) -> Any:
+        return x.astype(ir.IntegerType.get_signless(32), is_signed=True)
+
+    return convert(x)
 
 
 def product(shape: tuple[int, int], add: Callable[[Accumulator], None], *, interpreted: bool) -> jax.Array:

@@ -174,6 +174,10 @@ GPU_WIDEST = 256
 _BFLOAT16_BYTES = 2
 # Barriers, and what the compiler aligns.
 _GPU_SMEM_SLACK = 2304
+_GPU_SMEM_ALIGNMENT = 1024
+_BARRIER_BYTES = 8
+# Of the gradients of logits: with the fewest a worker waits until the other has read what it writes over.
+FEWEST_BUFFERS_BWD, MOST_BUFFERS_BWD = 2, 4
 
 
 @dataclass(frozen=True)
@@ -213,11 +217,26 @@ class PallasGpuConfig:
         needed = {"forward": forward * _BFLOAT16_BYTES + 2 * GPU_BLOCK * _FLOAT32_BYTES + _GPU_SMEM_SLACK}
         width = max(d, dv)
         if width <= GPU_WIDEST_BWD:
-            block_q = self.block_q_bwd(width)
-            halves = 2 * self.stages_bwd * block_q * width + 2 * GPU_BLOCK * width + 2 * GPU_BLOCK * block_q
-            words = (3 + (sink_heads > 0)) * self.stages_bwd * block_q + GPU_BLOCK * (GPU_WIDTH + sink_heads)
-            needed["backward"] = halves * _BFLOAT16_BYTES + words * _FLOAT32_BYTES + _GPU_SMEM_SLACK
+            needed["backward"] = self._backward_smem_bytes(width, sink_heads, FEWEST_BUFFERS_BWD)
         return needed
+
+    def _backward_smem_bytes(self, width: int, sink_heads: int, buffers: int) -> int:
+        block_q = self.block_q_bwd(width)
+        halves = 2 * self.stages_bwd * block_q * width + 2 * GPU_BLOCK * width + buffers * GPU_BLOCK * block_q
+        words = (
+            GPU_BLOCK * GPU_WIDTH,
+            (2 + (sink_heads > 0)) * self.stages_bwd * block_q,
+            (self.stages_bwd + 1) * block_q,
+            GPU_BLOCK * sink_heads,
+        )
+        barriers = 1 + 4 * self.stages_bwd + GPU_WORKERS * buffers
+        aligned = sum(-(-count * _FLOAT32_BYTES // _GPU_SMEM_ALIGNMENT) * _GPU_SMEM_ALIGNMENT for count in words)
+        return halves * _BFLOAT16_BYTES + aligned + barriers * _BARRIER_BYTES
+
+    def buffers_bwd(self, chip: Chip, width: int, sink_heads: int) -> int:
+        """Of the gradients of logits in the backward, for heads of this padded width: the most, if they fit."""
+        fits = self._backward_smem_bytes(width, sink_heads, MOST_BUFFERS_BWD) <= (chip.smem_bytes or 0)
+        return MOST_BUFFERS_BWD if fits else FEWEST_BUFFERS_BWD
 
     def misfit(self, chip: Chip, d: int, dv: int, sink_heads: int = 0) -> str | None:
         """Why a kernel of this config does not fit the chip's shared memory, or None."""

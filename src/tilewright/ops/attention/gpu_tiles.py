@@ -179,18 +179,26 @@ def _edge_blocks(ids: jax.Array, block: int) -> jax.Array:
     return ends.reshape(ids.shape[0], -1, block)
 
 
+def plain_factor(settings: Settings) -> float | None:
+    """What turns products into logits in units of log 2, where a factor does.
+
+    The maximum is taken before it, and so is the mask: both need one that is positive and not tiny.
+    """
+    factor = settings.scale * LOG2_E
+    return factor if settings.soft_cap is None and factor >= _LEAST_FACTOR else None
+
+
 def scaled_logits(products: jax.Array, settings: Settings) -> tuple[jax.Array, float, jax.Array | None]:
     """Logits, the factor that turns them into units of log 2 (in the multiply-add with the maximum), and tanh, if any."""
+    if (plain := plain_factor(settings)) is not None:
+        return products, plain, None
     factor = settings.scale * LOG2_E
-    if settings.soft_cap is not None:
-        # tanh from an exponential: the hardware's own is good to 11 bits only.
-        grown = jnp.exp2(products * (2 * factor / settings.soft_cap))
-        slope = 1.0 - 2.0 / (1.0 + grown)
-        return slope * (settings.soft_cap * LOG2_E), 1.0, slope
-    if factor < _LEAST_FACTOR:
-        # The maximum is taken before the factor, and so is the mask: both need one that is positive and not tiny.
+    if settings.soft_cap is None:
         return products * factor, 1.0, None
-    return products, factor, None
+    # tanh from an exponential: the hardware's own is good to 11 bits only.
+    grown = jnp.exp2(products * (2 * factor / settings.soft_cap))
+    slope = 1.0 - 2.0 / (1.0 + grown)
+    return slope * (settings.soft_cap * LOG2_E), 1.0, slope
 
 
 def allowed(

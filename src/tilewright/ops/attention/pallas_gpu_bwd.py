@@ -16,11 +16,17 @@ gradients have 8 bits; so many are left where a row's dq is 2^22 times below its
 that is an instruction more, on the unit that has the exponentials, too (T32768: 31.6 ms with it, 29.3 without).
 
 Blocking: a thread block keeps 128 keys and values in shared memory, 64 for each of two warpgroups, and dk and dv of those
-in registers. Blocks of queries stream past, 64 of them for heads of up to 128, 128 for heads of up to 64, with a row of
+in registers. Blocks of queries stream past, 64 of them for heads of up to 128, 128 for heads of up to 64, with rows of
 statistics each; all query heads of a group one after the other. Tiles are [keys, queries]: the weights and the gradients
 of logits are then left operands of dv and dk. Those of the logits also go through shared memory, for dq needs both
-warpgroups'; each makes half of the columns of dq (or of its rows). A step's products with its queries for dk are still in
-flight when the next step's begin, so its queries are given back one step later.
+warpgroups'; each makes half of the columns of dq (or of its rows), one step later: then the other's are there, and the
+two need not meet. Four buffers let one warpgroup run ahead of the other; where they do not fit (heads of 64, sinks) there
+are two, and it waits for what the other reads. A step's products with its queries for dk are still in flight when the next
+step's begin, so its queries are given back one step later.
+
+Registers are what is short: 240 a thread, of which dk and dv are 128 and the logits and the gradients of weights 64. So
+these two sums begin with -logsumexp / scale and -delta, instead of having them subtracted, and what is behind the products
+is little.
 
 Limits: heads wider than 128 take the plain backward (xla.py): their dk and dv do not fit the registers. One thread block
 for each 128 keys of a key head: fewer than 132 leave multiprocessors idle. Beyond inputs and outputs: dq in int32, twice
@@ -33,13 +39,15 @@ worker's own steps, in their order, so it is the same from run to run; XLA adds 
 Numerics: logsumexp in float32 in units of log 2; at logits of 1,000 it is off by 1e-4, which bfloat16 does not show.
 Weights are float32 until they are operands.
 
-Tried and dropped (H200, causal, B1 H16 T8192 D128, this kernel with what XLA does around it). Beside 1.60 ms as it is:
-weights kept as bfloat16 only, 1.81; and with dv before the gradients of logits, 1.85. Beside 1.67 ms, when queries were
-given back too early: dv before the gradients of logits, 1.75; dk from registers instead of shared memory, 1.87; 232
-registers instead of 240, 1.71; dq of a step made in the next one, so that the warpgroups need not meet, 2.62 (it spills 800
-bytes, where 192 are spilled as it is).
-At T32768, beside 31.3 ms with the forward: no barriers around stores, 32.3; and with addresses of tiles made anew in each
-step (140 bytes are spilled), 32.0. Such addresses with barriers, beside 31.9: 32.5.
+Tried and dropped (H200, causal, H16 D128, forward and backward, beside cuDNN in the same process). Beside 0.97 of cuDNN at
+T32768, 0.89 at T8192 and 0.98 for B4 T4096 H32 KV8, which is this kernel: logits that begin with zero, 0.99, 0.89, 1.03;
+that with three buffers, 1.07, 0.92, 1.04, or two, 1.07, 0.89, 1.05; Pallas' own barriers around stores, 0.97 to 0.98. dq of
+a step in the same step, so that the warpgroups meet in each, 1.09, 0.97 and 1.08. dq made an integer by `astype`, which
+clamps it first (64 instructions of 630 a step), adds one or two in a hundred. With dq not stored at all T32768 takes 0.84:
+the rest is its conversion, the barriers around its tile, and the sums in memory (0.05).
+Of the backward in which the warpgroups met, at T8192, beside 1.60 ms: weights kept as bfloat16 only, 1.81; and with dv
+before the gradients of logits, 1.85; dk from registers instead of shared memory, 1.87 beside 1.67; 232 registers instead
+of 240, 1.71.
 """
 
 import dataclasses
@@ -52,10 +60,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, loop_with_sums, padded, quotient, tile, with_accumulators
+from tilewright.core.hopper import (
+    Accumulator,
+    added_onto,
+    loop_with_sums,
+    padded,
+    quotient,
+    tile,
+    truncated,
+    with_accumulators,
+)
 from tilewright.core.manual_axes import output_like, vary_over, varying_axes
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.attention.config import (
+    FEWEST_BUFFERS_BWD,
     GPU_BLOCK,
     GPU_ROWS,
     GPU_WIDEST_BWD,
@@ -72,6 +90,7 @@ from tilewright.ops.attention.gpu_tiles import (
     WORKER_REGISTERS,
     Plan,
     allowed,
+    plain_factor,
     plan_visits,
     scaled_logits,
 )
@@ -101,22 +120,24 @@ def _backward_kernel(
     *refs: Any,
     plan: Plan,
     stages: int,
+    buffers: int,
     heads: tuple[int, int],
     together: int,
     has_sinks: bool,
     interpreted: bool,
 ):
-    # inputs, [B, T, H, D] or [B, S, KV, D]; rows [B, H, T / block_q, 3 or 4, block_q]
-    q_ref, k_ref, v_ref, d_out_ref, rows_ref = refs[:5]
-    tables = dict(zip(plan.names, refs[5:], strict=False))
+    # inputs, [B, T, H, D] or [B, S, KV, D]; rows [B, H, T / block_q, 2 or 3, block_q]
+    # and factors [B, H, T / block_q, block_q]
+    q_ref, k_ref, v_ref, d_out_ref, rows_ref, factors_ref = refs[:6]
+    tables = dict(zip(plan.names, refs[6:], strict=False))
     # dq is an input that is added to, [1, B, T, H, D] of int32.
-    dq_ref, dk_ref, dv_ref = refs[5 + len(plan.names) :][:3]
-    drawn_ref = refs[8 + len(plan.names)] if has_sinks else None  # [B, KV, S / block_k, GPU_WORKERS, group, GPU_ROWS]
+    dq_ref, dk_ref, dv_ref = refs[6 + len(plan.names) :][:3]
+    drawn_ref = refs[9 + len(plan.names)] if has_sinks else None  # [B, KV, S / block_k, GPU_WORKERS, group, GPU_ROWS]
     # scratch
-    q_smem, d_out_smem, rows_smem, k_smem, v_smem, d_logits_smem, dq_smem, drawn_smem, *barriers = refs[
-        8 + has_sinks + len(plan.names) :
+    q_smem, d_out_smem, rows_smem, factors_smem, k_smem, v_smem, d_logits_smem, dq_smem, drawn_smem, *barriers = refs[
+        9 + has_sinks + len(plan.names) :
     ]
-    kv_barrier, q_barrier, d_out_barrier, q_free, d_out_free, both = barriers
+    kv_barrier, q_barrier, d_out_barrier, q_free, d_out_free, ready = barriers
     kv_heads, group = heads
     block_q, width = plan.block_q, v_smem.shape[-1]
     columns, parts = width // GPU_WIDTH, block_q // GPU_ROWS
@@ -130,6 +151,9 @@ def _backward_kernel(
     j = row.stays
 
     steps = row.total * group
+    roomy = buffers > FEWEST_BUFFERS_BWD
+    # The logits' own sum then begins with their logsumexp.
+    folded = plain_factor(plan.settings) is not None
 
     def locate(number: Any) -> tuple[Any, Any]:
         """The query head and the place in the row of a step: full blocks of all heads of the group, then partial ones."""
@@ -144,6 +168,17 @@ def _backward_kernel(
     def slot_of(number: Any) -> Any:
         return jax.lax.rem(number, jnp.int32(stages))
 
+    def buffer_of(number: Any) -> Any:
+        return jax.lax.rem(number, jnp.int32(buffers))
+
+    def factors_of(number: Any) -> Any:
+        """Where the factors of a step are: they are needed in the next one, when its slot may be another's."""
+        return factors_smem.at[jax.lax.rem(number, jnp.int32(stages + 1))]
+
+    def ready_of(whose: Any, buffer: Any) -> Any:
+        """One for each buffer: a worker may be done with two steps before the other looks."""
+        return ready.at[buffers * whose + buffer]
+
     @pl.when(worker < GPU_WORKERS)
     def _compute():
         plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
@@ -155,18 +190,39 @@ def _backward_kernel(
                 drawn_smem[worker, g] = plgpu.layout_cast(
                     jnp.zeros((GPU_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)
                 )
+        # The first step adds dq of a step before it, of gradients of zeros.
+        for c in range(parts):
+            d_logits_smem[buffers - 1, worker, c] = plgpu.layout_cast(
+                jnp.zeros((GPU_ROWS, GPU_ROWS), q_smem.dtype), plgpu.Layout.WGMMA
+            )
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ready_of(worker, buffers - 1))
         plgpu.barrier_wait(kv_barrier)
 
         def of_query(slot: Any, which: int) -> jax.Array:
             values = plgpu.load(rows_smem.at[slot, which], layout=plgpu.Layout.WGMMA.reduce(0))  # [block_q]
             return jax.lax.broadcast_in_dim(values, shape, [1])
 
-        def add_queries(h: Any, i: Any, slot: Any, dq: jax.Array) -> None:
-            """Add a tile of dq to the sums in memory, as integers."""
-            factors = rows_smem.at[slot, 2]
+        def begins(slot: Any) -> tuple[jax.Array, jax.Array]:
+            """What the sums of the logits' products and of the gradients of weights begin with."""
+            first = of_query(slot, 0) if folded else jnp.zeros(shape, jnp.float32)
+            return first, of_query(slot, 1)
+
+        def multiply_keys(dq: Accumulator, last: Any) -> None:
+            """Issue the products of a tile of dq: of the step whose gradients are in the buffer `last`."""
+            for r in range(GPU_WORKERS):
+                keys = k_smem.at[r, 0 if over_rows else worker]
+                dq.add(d_logits_smem.at[last, r, part].transpose((1, 0)), keys)  # [GPU_ROWS queries, GPU_WIDTH]
+
+        def add_queries(number: Any, dq: jax.Array) -> None:
+            """Add a tile of dq, of the step before this one, to the sums in memory, as integers."""
+            before = jnp.maximum(number - 1, 0)
+            h, place = locate(before)
+            i = row.block(place)
+            factors = factors_of(before)
             factors = factors.at[pl.ds(part * GPU_ROWS, GPU_ROWS)] if over_rows else factors
             to_fixed = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(1))  # [GPU_ROWS]
-            fixed = (dq * jax.lax.broadcast_in_dim(to_fixed, dq.shape, [0])).astype(jnp.int32)
+            fixed = truncated(dq * jax.lax.broadcast_in_dim(to_fixed, dq.shape, [0]), interpreted=interpreted)
             # The copy of the tile before has read it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             dq_smem[worker] = fixed
@@ -174,17 +230,20 @@ def _backward_kernel(
             at = pl.ds(0, GPU_WIDTH) if over_rows else pl.ds(worker * GPU_WIDTH, GPU_WIDTH)
             # The interpreter has no sums in memory: there each block of keys has an array of its own.
             target = dq_ref.at[j if interpreted else 0, b, pl.ds(i * block_q + part * GPU_ROWS, GPU_ROWS), h, at]
-            plgpu.copy_smem_to_gmem(dq_smem.at[worker], target, reduction_op=None if interpreted else "add")
+
+            @pl.when(number > 0)
+            def _add():
+                plgpu.copy_smem_to_gmem(dq_smem.at[worker], target, reduction_op=None if interpreted else "add")
 
         def step(number: Any, sums: tuple[Accumulator, ...], *, masked: bool) -> None:
             dk, dv = sums
-            slot, twin = slot_of(number), jax.lax.rem(number, jnp.int32(2))
+            slot, buffer, last = slot_of(number), buffer_of(number), buffer_of(number + buffers - 1)
             h, place = locate(number)
             i = row.block(place)
             content = row.content(place) if masked and "content" in tables else None
             plgpu.barrier_wait(q_barrier.at[slot])
 
-            def differentiate(products: Accumulator, d_weights: Accumulator) -> None:
+            def differentiate(products: Accumulator, d_weights: Accumulator) -> tuple[jax.Array, jax.Array]:
                 for c in range(columns):
                     q_part = q_smem.at[slot, :, pl.ds(c * GPU_WIDTH, GPU_WIDTH)] if columns > 1 else q_smem.at[slot]
                     products.add(k_smem.at[worker, c], q_part.transpose((1, 0)))  # [GPU_ROWS, block_q]
@@ -209,40 +268,60 @@ def _backward_kernel(
                         part=pl.ds(worker * GPU_ROWS, GPU_ROWS),
                     )
                     logits = jnp.where(keep, logits, MASKED / max(factor, 1.0)) if keep is not None else logits
-                weights = jnp.exp2(logits * factor - of_query(slot, 0))
-                narrow = weights.astype(q_smem.dtype)
-                d_products = d_weights.read(0)
+                weights = jnp.exp2(logits * factor if folded else logits * factor - of_query(slot, 0))
+                d_products = d_weights.read(0)  # Less delta.
                 if has_sinks:
-                    drawn = jnp.sum(weights * d_products * of_query(slot, 3), axis=1)  # [GPU_ROWS]
+                    drawn = jnp.sum(
+                        weights * (d_products - of_query(slot, 1)) * of_query(slot, 2), axis=1
+                    )  # [GPU_ROWS]
                     here = drawn_smem.at[worker, h - kv * group]
                     here[...] = plgpu.load(here, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) + drawn
-                d_logits = weights * (d_products - of_query(slot, 1))
+                d_logits = weights * d_products
                 if slope is not None:
                     d_logits = d_logits * (1.0 - slope * slope)
-                d_logits = d_logits.astype(q_smem.dtype)
-                # Not before the gradients of logits: that spilled more registers, and took 5 % longer (see above).
-                dv.add(narrow, d_out_smem.at[slot])  # [GPU_ROWS, width]
+                return weights.astype(q_smem.dtype), d_logits.astype(q_smem.dtype)
+
+            narrow, d_logits = added_onto(
+                tuple(plgpu.layout_cast(value, plgpu.Layout.WGMMA) for value in begins(slot)),
+                (jax.ShapeDtypeStruct(shape, q_smem.dtype),) * 2,
+                differentiate,
+                interpreted=interpreted,
+            )
+            dv.add(narrow, d_out_smem.at[slot])  # [GPU_ROWS, width]
+            if not roomy:
+                plgpu.barrier_wait(ready_of(1 - worker, last))
+            for c in range(parts):
+                half = slice(c * GPU_ROWS, (c + 1) * GPU_ROWS)
+                d_logits_smem[buffer, worker, c] = d_logits if parts == 1 else d_logits[:, half]
+            plgpu.commit_smem()
+            if roomy:
+                plgpu.barrier_arrive(ready_of(worker, buffer))
+                plgpu.barrier_wait(ready_of(1 - worker, last))
+
+            def add(dq: Accumulator) -> None:
+                multiply_keys(dq, last)
                 for c in range(parts):
-                    half = slice(c * GPU_ROWS, (c + 1) * GPU_ROWS)
-                    d_logits_smem[twin, worker, c] = d_logits if parts == 1 else d_logits[:, half]
-                plgpu.commit_smem()
-                # Both workers' gradients are there. Two buffers: the next ones are written while these may be read.
-                plgpu.barrier_arrive(both)
-                plgpu.barrier_wait(both)
+                    q_rows = q_smem.at[slot] if parts == 1 else q_smem.at[slot, pl.ds(c * GPU_ROWS, GPU_ROWS)]
+                    dk.add(d_logits_smem.at[buffer, worker, c], q_rows)  # [GPU_ROWS, width]
+                made = dq.read(parts)
+                if not roomy:
+                    plgpu.barrier_arrive(ready_of(worker, buffer))
+                add_queries(number, made)
 
-                def add(dq: Accumulator) -> None:
-                    for r in range(GPU_WORKERS):
-                        keys = k_smem.at[r, 0 if over_rows else worker]
-                        dq.add(d_logits_smem.at[twin, r, part].transpose((1, 0)), keys)  # [GPU_ROWS queries, GPU_WIDTH]
-                    for c in range(parts):
-                        q_rows = q_smem.at[slot] if parts == 1 else q_smem.at[slot, pl.ds(c * GPU_ROWS, GPU_ROWS)]
-                        dk.add(d_logits_smem.at[twin, worker, c], q_rows)  # [GPU_ROWS, width]
-                    add_queries(h, i, slot, dq.read(parts))
-
-                with_accumulators(((GPU_ROWS, GPU_WIDTH),), add, interpreted=interpreted)
-
-            with_accumulators((shape, shape), differentiate, interpreted=interpreted)
+            with_accumulators(((GPU_ROWS, GPU_WIDTH),), add, interpreted=interpreted)
             plgpu.barrier_arrive(d_out_free.at[slot])
+
+        def finish(number: Any, sums: tuple[Accumulator, ...]) -> None:
+            """dq of the last step."""
+            del sums
+            last = buffer_of(number + buffers - 1)
+            plgpu.barrier_wait(ready_of(1 - worker, last))
+
+            def add(dq: Accumulator) -> None:
+                multiply_keys(dq, last)
+                add_queries(number, dq.read())
+
+            with_accumulators(((GPU_ROWS, GPU_WIDTH),), add, interpreted=interpreted)
 
         loops = []
         full_steps = row.full * group
@@ -250,6 +329,7 @@ def _backward_kernel(
             loops.append((0, full_steps, functools.partial(step, masked=False)))
         if plan.has_partial:
             loops.append((full_steps if plan.has_full else 0, steps, functools.partial(step, masked=True)))
+        loops.append((steps, steps + jnp.minimum(steps, 1), finish))
         dk, dv = loop_with_sums(((GPU_ROWS, width), (GPU_ROWS, width)), loops, interpreted=interpreted)
         first_k = j * plan.block_k + worker * GPU_ROWS
         # The worker's own values are read by nobody else, and are not needed any more.
@@ -284,6 +364,7 @@ def _backward_kernel(
 
             plgpu.copy_gmem_to_smem(q_ref.at[queries], q_smem.at[slot], q_barrier.at[slot])
             plgpu.copy_gmem_to_smem(rows_ref.at[b, h, i], rows_smem.at[slot], q_barrier.at[slot])
+            plgpu.copy_gmem_to_smem(factors_ref.at[b, h, i], factors_of(number), q_barrier.at[slot])
 
             @pl.when(number >= stages)
             def _d_out_is_free():
@@ -311,12 +392,15 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
     bound = _bound(operands, d_out, statistics.delta)  # [B, H, T]
     log_total = jnp.log2(jnp.where(statistics.total == 0, 1.0, statistics.total))
     has_sinks = statistics.sink is not None
-    each = [statistics.highest + log_total, statistics.delta, _FIXED_ONE / bound]
+    logsumexp, factor = statistics.highest + log_total, plain_factor(settings)
+    each = [logsumexp if factor is None else -logsumexp / factor, -statistics.delta]
     each += [statistics.sink] if statistics.sink is not None else []
-    rows = padded(jnp.stack(each, axis=2), 3, block_q)  # [B, H, 3 or 4, T]
-    rows = rows.reshape(b, h, len(each), -1, block_q).swapaxes(2, 3)  # [B, H, T / block_q, 3 or 4, block_q]
+    rows = padded(jnp.stack(each, axis=2), 3, block_q)  # [B, H, 2 or 3, T]
+    rows = rows.reshape(b, h, len(each), -1, block_q).swapaxes(2, 3)  # [B, H, T / block_q, 2 or 3, block_q]
+    factors = padded(_FIXED_ONE / bound, 2, block_q).reshape(b, h, -1, block_q)
     interpreted = launch.interpret is not None
     columns, parts = width // GPU_WIDTH, block_q // GPU_ROWS
+    buffers = config.buffers_bwd(launch.chip, width, group if has_sinks else 0)
     summed = jnp.zeros((plan.rows if interpreted else 1, b, padded_t, h, width), jnp.int32)
     dq_sums = jax.new_ref(vary_over(summed, varying_axes(operands.q)))
     free = plgpu.Barrier(num_arrivals=GPU_WORKERS, num_barriers=stages)
@@ -325,6 +409,7 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
             _backward_kernel,
             plan=plan,
             stages=stages,
+            buffers=buffers,
             heads=(kv, group),
             together=_heads_together(b * kv, plan.rows, launch.chip.multiprocessors or 1),
             has_sinks=has_sinks,
@@ -343,22 +428,23 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
             tile(stages, block_q, width, dtype=dtype),
             tile(stages, block_q, width, dtype=dtype),
             plgpu.SMEM((stages, len(each), block_q), jnp.float32),
+            plgpu.SMEM((stages + 1, block_q), jnp.float32),
             tile(GPU_WORKERS, columns, GPU_ROWS, GPU_WIDTH, dtype=dtype),
             tile(GPU_WORKERS, GPU_ROWS, width, dtype=dtype),
-            tile(2, GPU_WORKERS, parts, GPU_ROWS, GPU_ROWS, dtype=dtype),
+            tile(buffers, GPU_WORKERS, parts, GPU_ROWS, GPU_ROWS, dtype=dtype),
             tile(GPU_WORKERS, GPU_ROWS, GPU_WIDTH, dtype=jnp.int32),
             plgpu.SMEM((GPU_WORKERS, group, GPU_ROWS), jnp.float32) if has_sinks else None,
             plgpu.Barrier(num_arrivals=GPU_WORKERS * (columns + 1)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             free,
             free,
-            plgpu.Barrier(num_arrivals=GPU_WORKERS),
+            plgpu.Barrier(num_barriers=buffers * GPU_WORKERS),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=gpu_interpret_params(launch.interpret),
         kernel_name="flash_attention_backward",
-    )(q, k, v, d_outs, rows, *tables, dq_sums)
+    )(q, k, v, d_outs, rows, factors, *tables, dq_sums)
     from_fixed = (bound * (settings.scale / _FIXED_ONE)).transpose(0, 2, 1)[..., None]  # [B, T, H, 1]
     dq = jnp.sum(dq_sums[...], axis=0)[:, :t, :, :d].astype(jnp.float32) * from_fixed
     of_sinks = jnp.sum(drawn[0], axis=(0, 2, 3, 5)).reshape(h) if has_sinks else None

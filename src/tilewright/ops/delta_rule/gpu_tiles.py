@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import vector
 
 from tilewright.core.hopper import Accumulator, accumulate, padded, product
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
@@ -23,6 +26,7 @@ LARGE = (0, 0), (0, 1), (1, 0)  # Of the products of two numbers' halves, those 
 
 WGMMA = plgpu.Layout.WGMMA
 SQUARE = (CHUNK, CHUNK)
+_PIECE = 4  # Numbers of the widest store.
 _NOTHING = -1e30  # Its exponential is 0.
 
 # The rows of a chunk's gates: the two parts of G, beta, exp(G), beta exp(G_C - G), exp(G_C).
@@ -75,7 +79,17 @@ def channel_gates(g: jax.Array, resets: jax.Array | None) -> jax.Array:
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x rounded to bfloat16, and the rest of it."""
     rounded = x.astype(jnp.bfloat16)
-    return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+    return rounded, (x - widened(rounded)).astype(jnp.bfloat16)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """bfloat16 as float32, by its bits.
+
+    `astype` says the same. But what was rounded from float32 and is made wide again the compiler rounds twice, for this one
+    at a time, by the unit that has the exponentials; and it has four lanes where others have 32.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(lax.shift_left(bits, jnp.uint32(16)), jnp.float32)
 
 
 def turned(ref: Any) -> Any:
@@ -102,6 +116,44 @@ def load_rows(ref: Any) -> jax.Array:
 def load_tile(ref: Any) -> jax.Array:
     """A tile of shared memory as float32 in registers."""
     return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
+
+def store_as_held(ref: Any, x: jax.Array, *, interpreted: bool) -> None:
+    """A square of float32 into device memory for `load_as_held`: in the order in which threads hold it.
+
+    A thread's pieces of 16 bytes lie beside its neighbours'. By rows they would be 8 bytes, of 8 rows to a warp.
+    """
+    if interpreted:
+        ref[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def store(_: Any, ref: Any, x: Any) -> None:
+        pairs = list(x.registers.flat)  # Of two neighbours each.
+        pieces = [vector.shuffle(a, b, list(range(_PIECE))) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+        held = mgpu.WGStridedFragLayout(SQUARE, _PIECE)
+        mgpu.FragmentedArray(_registers=np.array(pieces, dtype=object), _layout=held, _is_signed=None).store_untiled(
+            ref
+        )
+
+    store(ref, x)
+
+
+def load_as_held(ref: Any, *, interpreted: bool) -> jax.Array:
+    """What `store_as_held` wrote."""
+    if interpreted:
+        return plgpu.load(ref, layout=WGMMA, optimized=False)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(SQUARE, jnp.float32, layout=WGMMA)
+    )
+    def load(_: Any, ref: Any) -> Any:
+        pieces = mgpu.FragmentedArray.load_strided(ref, vec_size=_PIECE).registers.flat
+        pairs = [vector.shuffle(piece, piece, [at, at + 1]) for piece in pieces for at in (0, 2)]
+        registers = np.array(pairs, dtype=object).reshape(mgpu.WGMMA_LAYOUT.registers_shape(SQUARE))
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return load(ref)
 
 
 def load_turned(ref: Any) -> jax.Array:
@@ -226,8 +278,10 @@ def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_pair: An
         plgpu.commit_smem()
         twice = jnp.concatenate([rounded, rounded], axis=1)
         missing = product(SQUARE, lambda sum_: sum_.add(twice, l_both), interpreted=interpreted)
-        missing = jnp.where(apart < lax.shift_left(1, level), missing, 0.0).astype(jnp.bfloat16)
-        x = rounded.astype(jnp.float32)
+        missing = lax.optimization_barrier(jnp.where(apart < lax.shift_left(1, level), missing, 0.0)).astype(
+            jnp.bfloat16
+        )
+        x = widened(rounded)
         (x,) = accumulate((x,), lambda sum_: sum_.add(missing, x_tile), interpreted=interpreted)
         return x
 

@@ -67,10 +67,12 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     halves,
     in_chunks,
     keep_halves,
+    load_as_held,
     load_turned,
     per_chunk,
     positions,
     some_fall,
+    store_as_held,
     sums_of_gates,
     turned,
     turned_states,
@@ -271,12 +273,13 @@ def _products_kernel(*refs: Any, heads: int, items: int, chunks: int, scale: flo
             read, back, onto, pairs, ends = products((SQUARE,) * 4, add_values, interpreted=interpreted)
             i, j = positions()
             sign = jnp.where(side == 0, scale, -1.0)
-            pairs_ref.at[b, hv, n, side][...] = jnp.where(i - j >= side, pairs * sign, 0.0)  # Y or Z.
+            pairs = jnp.where(i - j >= side, pairs * sign, 0.0)  # Y or Z.
+            store_as_held(pairs_ref.at[b, hv, n, side], pairs, interpreted=interpreted)
 
             @pl.when(side < parts)
             def _through_the_states():
                 for which, value in ((_READ, read * scale), (_BACK, -back), (_ONTO, onto)):
-                    through_ref.at[b, hv, n, part, which][...] = value
+                    store_as_held(through_ref.at[b, hv, n, part, which], value, interpreted=interpreted)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 end_tiles[side] = ends
                 plgpu.commit_smem()
@@ -361,7 +364,8 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
             in_turn()
             i, j = apart(zero)
             mask = now.pairs(i, j, in_chunk, in_block)
-            keep_halves(both, halves(jnp.where(mask, load(pairs_ref.at[b, hv, n, which]), 0.0)))
+            pairs = load_as_held(pairs_ref.at[b, hv, n, which], interpreted=interpreted)
+            keep_halves(both, halves(jnp.where(mask, pairs, 0.0)))
             plgpu.commit_smem()
 
             def add_rows(sum_: Accumulator) -> None:
@@ -388,16 +392,19 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
     i, j = apart(zero)
     rows, columns = row_tiles.at[zero], column_tiles.at[zero]
     queries, keys = qk_tiles.at[zero], qk_tiles.at[zero + 1]
-    through = through_ref.at[b, hv, n, part]
+
+    def through(which: int) -> jax.Array:
+        return load_as_held(through_ref.at[b, hv, n, part, which], interpreted=interpreted)
+
     into = jnp.exp2(sums(zero, j <= i))
-    d_q = d_q + into * load(through.at[_READ])
+    d_q = d_q + into * through(_READ)
     in_turn()
-    d_k = d_k + into * load(through.at[_BACK])
+    d_k = d_k + into * through(_BACK)
     in_turn()
     beta = along_rows(beta_tile, SQUARE)
     keep_halves(rows, halves(load(queries) * d_q + load(keys) * (d_k - beta * d_columns)))
     in_turn()
-    onto = jnp.exp2(sums(zero, j > i)) * load(through.at[_ONTO])
+    onto = jnp.exp2(sums(zero, j > i)) * through(_ONTO)
     keep_halves(columns, halves(load(keys) * (beta * onto)))
     in_turn()
     d_columns = d_columns + onto

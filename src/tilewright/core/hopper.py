@@ -163,17 +163,24 @@ def added_onto(
     return tuple(held[len(values) :])
 
 
+def inlined(body: Callable[..., Any], *arguments: Any, out: jax.ShapeDtypeStruct | None = None) -> Any:
+    """Calls `body`, which is written in Mosaic GPU's own operations, with refs and tiles. What it returns is a tile."""
+    tile_layout = plgpu.Layout.WGMMA
+    types = tuple(tile_layout if isinstance(argument, jax.Array) else plgpu.RefType() for argument in arguments)
+    returned = None if out is None else plgpu.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype), layout=tile_layout)
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=returned)
+    return inline(lambda _, *given: body(*given))(*arguments)
+
+
 def truncated(x: jax.Array, *, interpreted: bool) -> jax.Array:
     """A tile of float32 as int32, towards zero. It has to be in range: `astype` would look, two instructions a number."""
     if interpreted:
         return x.astype(jnp.int32)
-    layout = plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=layout))
-    def convert(_: Any, x: Any) -> Any:
+    def convert(x: Any) -> Any:
         return x.astype(ir.IntegerType.get_signless(32), is_signed=True)
 
-    return convert(x)
+    return inlined(convert, x, out=jax.ShapeDtypeStruct(x.shape, jnp.int32))
 
 
 def product(shape: tuple[int, int], add: Callable[[Accumulator], None], *, interpreted: bool) -> jax.Array:

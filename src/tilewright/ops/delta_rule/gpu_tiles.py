@@ -16,7 +16,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import vector
 
-from tilewright.core.hopper import Accumulator, accumulate, padded, product
+from tilewright.core.hopper import Accumulator, accumulate, inlined, padded, product
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
 from tilewright.ops.delta_rule.config import GPU_TILE
 
@@ -76,10 +76,11 @@ def channel_gates(g: jax.Array, resets: jax.Array | None) -> jax.Array:
     return padded(in_chunks(g.astype(jnp.float32)), 3, GPU_TILE)
 
 
-def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x rounded to bfloat16, and the rest of it."""
+def halves(x: jax.Array, *, by_conversion: bool = False) -> tuple[jax.Array, jax.Array]:
+    """x rounded to bfloat16, and the rest of it. `by_conversion`: not as in `widened`; the values are the same."""
     rounded = x.astype(jnp.bfloat16)
-    return rounded, (x - widened(rounded)).astype(jnp.bfloat16)
+    wide = rounded.astype(jnp.float32) if by_conversion else widened(rounded)
+    return rounded, (x - wide).astype(jnp.bfloat16)
 
 
 def widened(x: jax.Array) -> jax.Array:
@@ -127,8 +128,7 @@ def store_as_held(ref: Any, x: jax.Array, *, interpreted: bool) -> None:
         ref[...] = x
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
-    def store(_: Any, ref: Any, x: Any) -> None:
+    def store(ref: Any, x: Any) -> None:
         pairs = list(x.registers.flat)  # Of two neighbours each.
         pieces = [vector.shuffle(a, b, list(range(_PIECE))) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
         held = mgpu.WGStridedFragLayout(SQUARE, _PIECE)
@@ -136,7 +136,7 @@ def store_as_held(ref: Any, x: jax.Array, *, interpreted: bool) -> None:
             ref
         )
 
-    store(ref, x)
+    inlined(store, ref, x)
 
 
 def load_as_held(ref: Any, *, interpreted: bool) -> jax.Array:
@@ -144,16 +144,13 @@ def load_as_held(ref: Any, *, interpreted: bool) -> jax.Array:
     if interpreted:
         return plgpu.load(ref, layout=WGMMA, optimized=False)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(SQUARE, jnp.float32, layout=WGMMA)
-    )
-    def load(_: Any, ref: Any) -> Any:
+    def load(ref: Any) -> Any:
         pieces = mgpu.FragmentedArray.load_strided(ref, vec_size=_PIECE).registers.flat
         pairs = [vector.shuffle(piece, piece, [at, at + 1]) for piece in pieces for at in (0, 2)]
         registers = np.array(pairs, dtype=object).reshape(mgpu.WGMMA_LAYOUT.registers_shape(SQUARE))
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return load(ref)
+    return inlined(load, ref, out=jax.ShapeDtypeStruct(SQUARE, jnp.float32))
 
 
 def load_turned(ref: Any) -> jax.Array:

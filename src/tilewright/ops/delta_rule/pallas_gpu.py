@@ -31,13 +31,15 @@ of 64; each costs a copy where it is not whole.
 By an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128 unless said), tried and dropped:
 - the inverse in `_state_kernel`, by the warpgroup that fetches: 2.4 ms in all. Its products follow each other; three chunks
   side by side hide each other's latency;
-- the inverse by products of two halves throughout, 30 instead of 18: 0.46 ms, now 0.32. Of these 0.16 are for its operands
-  and the copies. Three warpgroups to a thread block, 0.37; four, registers spill, 0.39;
+- the inverse by products of two halves throughout, 30 instead of 18: 0.46 ms, then 0.32. Of these 0.16 are for its operands
+  and the copies. Three warpgroups to a thread block, 0.37; four, registers spill, 0.39. With rounding back and forth as in
+  `gpu_tiles.widened` it is 0.26;
 - the inverse's rounds one by one instead of in a loop: a tenth more (the instruction cache);
 - q S and P E by the warpgroup that carries the state: 1.49 ms for the states of T32768 H4, now 1.40. Without any outputs it
   would be 1.12, and there 0.33 are for the second halves of S and of E, 0.29 for k S, 0.23 for k^T E, and 0.39 for what is
   left with no product at all;
-- one warpgroup for the outputs beside one state: 1.49 ms, as it then is what the state waits for;
+- one warpgroup for the outputs beside one state: 1.49 ms, as it then is what the state waits for. So it is beside two, for
+  8 % of the state's time; there are no registers for a second;
 - a barrier before and behind each store, products in flight beside others, outputs a chunk later: no difference.
 """
 

@@ -122,6 +122,22 @@ def test_the_gpu_kernels_lower_without_a_gpu() -> None:
     assert kernels(192) == 1
 
 
+@pytest.mark.parametrize(("d", "sinks", "buffers"), [(128, False, 4), (128, True, 2), (64, False, 2)])
+def test_the_backward_has_as_many_buffers_as_fit(d: int, sinks: bool, buffers: int) -> None:
+    """Mosaic refuses to lower a kernel that needs more shared memory than there is."""
+    q, k = (jax.ShapeDtypeStruct((1, 300, heads, d), "bfloat16") for heads in (8, 1))
+    sunk = jax.ShapeDtypeStruct((8,), "float32") if sinks else None
+
+    def loss(q, k, v, sinks):
+        return jnp.sum(flash_attention(q, k, v, causal=True, sinks=sinks).astype(jnp.float32))
+
+    with tilewright.target("h200"):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, sunk)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 2
+    config = PallasGpuConfig.for_shape(d, d)
+    assert config.buffers_bwd(Chip.named("h200"), d, 8 if sinks else 0) == buffers
+
+
 @pytest.mark.parametrize(
     ("chip", "change", "message"),
     [

@@ -1,5 +1,6 @@
 """Dispatch, targets, interpreters and `explain`, beyond what every op's contract covers."""
 
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import tilewright
+from tilewright.core import target
 from tilewright.core.dispatch import find_op, registered
 from tilewright.core.target import current_chip, current_interpret, current_target
 
@@ -37,6 +39,32 @@ def test_an_unknown_target_is_refused() -> None:
 def test_the_plain_interpreter_finds_no_races_and_says_so() -> None:
     with pytest.raises(ValueError, match=r"plain=True has no memory to find races in"):
         tilewright.interpret(plain=True, detect_races=True).__enter__()
+
+
+def test_too_few_threads_for_the_interpreter_are_an_error_not_a_hang(monkeypatch) -> None:
+    monkeypatch.setattr(target, "_INTERPRETER_THREADS", 1000)
+    with pytest.raises(
+        RuntimeError, match=r"wait forever.* JAX's CPU has \d+ here; set JAX_NUM_CPU_DEVICES=1000 before"
+    ):
+        target.gpu_interpret_params(target.Interpret())
+    assert target.gpu_interpret_params(None) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")
+@pytest.mark.parametrize(("told", "devices"), [({}, 4), ({"JAX_NUM_CPU_DEVICES": "2"}, 2)])
+def test_room_is_made_for_the_interpreter_unless_jax_was_told(told: dict[str, str], devices: int) -> None:
+    program = (
+        "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); import jax; "
+        "from tilewright.core.target import make_room_for_interpreters as make; "
+        "make(); print(len(jax.devices('cpu'))); make()"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment | told, check=True
+    )
+    assert run.stdout.split() == [str(devices)]
 
 
 def test_interpret_alone_does_not_change_the_choice() -> None:

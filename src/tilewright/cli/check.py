@@ -9,7 +9,7 @@ from rich.table import Table
 from tilewright.cli.screen import arguments, console, progress_bar, split_names
 from tilewright.cli.ship import runs_elsewhere
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op, Unsupported, find_op
-from tilewright.core.target import RaceDetected
+from tilewright.core.target import RaceDetected, make_room_for_interpreters
 from tilewright.workbench.check import (
     DTYPES,
     CaseCheck,
@@ -52,6 +52,7 @@ def check(
     floor; a NaN never passes. A kernel for another device runs in its interpreter, where uninitialised memory is NaN.
     Exit code 1 on a miss or a race.
     """
+    make_room_for_interpreters()
     with arguments():
         found, implementations, cases, dtypes = _settle(op, implementation, case, dtype, races=races)
 

@@ -5,6 +5,7 @@ Both are contexts that JAX's caches know of: a jitted function that was traced f
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from tilewright.core.chip import Chip, Device
 
 # What a kernel is configured for when it is interpreted on a machine that has no such chip, and no target is set.
 INTERPRETED_AS = {"tpu": "v6e", "gpu": "h100"}
+# Of JAX's CPU, for an interpreted GPU kernel: its warpgroups wait for each other, each in a thread.
+_INTERPRETER_THREADS = 4
 
 _target = jax.make_user_context(None)
 _interpret = jax.make_user_context(None)
@@ -53,6 +56,7 @@ def interpret(*, detect_races: bool = False, plain: bool = False) -> Iterator[No
     The interpreter simulates the chip's memories and copies; uninitialised memory reads as NaN. With `detect_races=True`
     a data race is an error in jax 0.12 and printed by 0.11; `finding_races` has both raise. It works through callbacks,
     which `jax.vmap` and `jax.checkpoint` do not take: `plain=True` is for these, an interpreter without the simulation.
+    GPU kernels need four threads of JAX's CPU: with fewer cores, set JAX_NUM_CPU_DEVICES=4 (`tilewright check` does).
     """
     if plain and detect_races:
         raise ValueError("plain=True has no memory to find races in; leave plain or detect_races out")
@@ -99,9 +103,32 @@ def gpu_interpret_params(how: Interpret | None) -> Any:
     """What `plgpu.kernel(interpret=...)` takes for a Mosaic GPU kernel. It has no plain interpreter: there is one only."""
     if how is None:
         return None
+    if (threads := max(_cores(), len(jax.devices("cpu")))) < _INTERPRETER_THREADS:
+        raise RuntimeError(
+            f"Pallas' interpreter for GPUs would wait forever: it has a thread for each warpgroup, and JAX's CPU has "
+            f"{threads} here; set JAX_NUM_CPU_DEVICES={_INTERPRETER_THREADS} before JAX starts"
+        )
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams(detect_races=how.detect_races, uninitialized_memory="nan")
+
+
+def make_room_for_interpreters() -> None:
+    """As many threads for JAX's CPU as interpreted kernels need, unless it has started or been told how many devices.
+
+    It has a thread for each core, or for each of its devices if there are more.
+    """
+    told = jax.config.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
+    if told or _cores() >= _INTERPRETER_THREADS:
+        return
+    with contextlib.suppress(RuntimeError):  # It has started.
+        jax.config.update("jax_num_cpu_devices", _INTERPRETER_THREADS)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class RaceDetected(RuntimeError):

@@ -48,6 +48,7 @@ def test_too_few_threads_for_the_interpreter_are_an_error_not_a_hang(monkeypatch
     ):
         target.gpu_interpret_params(target.Interpret())
     assert target.gpu_interpret_params(None) is None
+    assert target.gpu_interpret_params(target.Interpret(), alone=True) is not None
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")

@@ -105,17 +105,30 @@ class Accumulator:
             plgpu.wgmma_wait(in_flight)
 
 
-def accumulate(sums: tuple[jax.Array, ...], add: Callable[..., None], *, interpreted: bool) -> tuple[jax.Array, ...]:
-    """The sums, after `add`, which takes an accumulator for each, has issued products onto them, once all are done."""
+def accumulate(
+    sums: tuple[jax.Array, ...],
+    add: Callable[..., tuple[jax.Array, ...] | None],
+    *,
+    more: tuple[jax.ShapeDtypeStruct, ...] = (),
+    interpreted: bool,
+) -> tuple[jax.Array, ...]:
+    """The sums, after `add`, which takes an accumulator for each, has issued products onto them, once all are done.
+
+    They are followed by the tiles that `add` returns, of which `more` has the shapes and dtypes.
+    """
     if interpreted:
         accumulators = [Accumulator(value=value) for value in sums]
-        add(*accumulators)
-        return tuple(accumulator.read() for accumulator in accumulators)
+        made = add(*accumulators)
+        return *(accumulator.read() for accumulator in accumulators), *(made or ())
 
     def begin(refs: Any) -> None:
-        add(*(Accumulator(ref) for ref in refs))
+        made = add(*(Accumulator(ref) for ref in refs[: len(sums)]))
+        for ref, value in zip(refs[len(sums) :], made or (), strict=True):
+            ref[...] = value
 
-    held: Any = pl.run_state(begin)(tuple(plgpu.WGMMAAccumulatorRef.init(value) for value in sums))
+    # The refs of what is made are registers, too. They have to begin with something.
+    nothing = (plgpu.layout_cast(jnp.zeros(one.shape, one.dtype), plgpu.Layout.WGMMA) for one in more)
+    held: Any = pl.run_state(begin)((*(plgpu.WGMMAAccumulatorRef.init(value) for value in sums), *nothing))
     return tuple(held)
 
 
@@ -136,31 +149,6 @@ def products(
         return *(ref[...] for ref in refs), *(more or ())
 
     return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
-
-
-def added_onto(
-    values: tuple[jax.Array, ...],
-    outs: tuple[Any, ...],
-    add: Callable[..., tuple[jax.Array, ...]],
-    *,
-    interpreted: bool,
-) -> tuple[jax.Array, ...]:
-    """What `add` makes, of accumulators that begin with values. `outs` has the shapes and dtypes of it.
-
-    All products are done behind it.
-    """
-    if interpreted:
-        return add(*(Accumulator(value=value) for value in values))
-
-    def run(refs: Any) -> None:
-        made = add(*(Accumulator(ref) for ref in refs[: len(values)]))
-        for ref, out in zip(refs[len(values) :], made, strict=True):
-            ref[...] = out
-
-    # The refs of what is made are registers, too. They have to begin with something.
-    nothing = (plgpu.layout_cast(jnp.zeros(out.shape, out.dtype), plgpu.Layout.WGMMA) for out in outs)
-    held: Any = pl.run_state(run)((*(plgpu.WGMMAAccumulatorRef.init(value) for value in values), *nothing))
-    return tuple(held[len(values) :])
 
 
 def inlined(body: Callable[..., Any], *arguments: Any, out: jax.ShapeDtypeStruct | None = None) -> Any:
@@ -279,7 +267,7 @@ def updated_in_place(
         "compiler_params": plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-        "interpret": gpu_interpret_params(interpret),
+        "interpret": gpu_interpret_params(interpret, alone=True),
     }
     shape: dict[str, Any] = {"grid": tuple(grid.values()), "grid_names": tuple(grid)}
     if varying_axes(held, *arrays):

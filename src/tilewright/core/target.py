@@ -56,7 +56,7 @@ def interpret(*, detect_races: bool = False, plain: bool = False) -> Iterator[No
     The interpreter simulates the chip's memories and copies; uninitialised memory reads as NaN. With `detect_races=True`
     a data race is an error in jax 0.12 and printed by 0.11; `finding_races` has both raise. It works through callbacks,
     which `jax.vmap` and `jax.checkpoint` do not take: `plain=True` is for these, an interpreter without the simulation.
-    GPU kernels need four threads of JAX's CPU: with fewer cores, set JAX_NUM_CPU_DEVICES=4 (`tilewright check` does).
+    Most GPU kernels need four threads of JAX's CPU: with fewer cores, set JAX_NUM_CPU_DEVICES=4 (`tilewright check` does).
     """
     if plain and detect_races:
         raise ValueError("plain=True has no memory to find races in; leave plain or detect_races out")
@@ -99,11 +99,14 @@ def tpu_interpret_params(how: Interpret | None) -> Any:
     return pltpu.InterpretParams(detect_races=how.detect_races, uninitialized_memory="nan")
 
 
-def gpu_interpret_params(how: Interpret | None) -> Any:
-    """What `plgpu.kernel(interpret=...)` takes for a Mosaic GPU kernel. It has no plain interpreter: there is one only."""
+def gpu_interpret_params(how: Interpret | None, *, alone: bool = False) -> Any:
+    """What `plgpu.kernel(interpret=...)` takes for a Mosaic GPU kernel. It has no plain interpreter: there is one only.
+
+    `alone`: the kernel is of one warpgroup, which waits for no other.
+    """
     if how is None:
         return None
-    if (threads := max(_cores(), len(jax.devices("cpu")))) < _INTERPRETER_THREADS:
+    if not alone and (threads := max(_cores(), len(jax.devices("cpu")))) < _INTERPRETER_THREADS:
         raise RuntimeError(
             f"Pallas' interpreter for GPUs would wait forever: it has a thread for each warpgroup, and JAX's CPU has "
             f"{threads} here; set JAX_NUM_CPU_DEVICES={_INTERPRETER_THREADS} before JAX starts"

@@ -62,7 +62,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import (
     Accumulator,
-    added_onto,
+    accumulate,
     loop_with_sums,
     padded,
     quotient,
@@ -281,10 +281,10 @@ def _backward_kernel(
                     d_logits = d_logits * (1.0 - slope * slope)
                 return weights.astype(q_smem.dtype), d_logits.astype(q_smem.dtype)
 
-            narrow, d_logits = added_onto(
+            *_, narrow, d_logits = accumulate(
                 tuple(plgpu.layout_cast(value, plgpu.Layout.WGMMA) for value in begins(slot)),
-                (jax.ShapeDtypeStruct(shape, q_smem.dtype),) * 2,
                 differentiate,
+                more=(jax.ShapeDtypeStruct(shape, q_smem.dtype),) * 2,
                 interpreted=interpreted,
             )
             dv.add(narrow, d_out_smem.at[slot])  # [GPU_ROWS, width]

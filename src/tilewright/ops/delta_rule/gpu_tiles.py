@@ -86,8 +86,8 @@ def halves(x: jax.Array, *, by_conversion: bool = False) -> tuple[jax.Array, jax
 def widened(x: jax.Array) -> jax.Array:
     """bfloat16 as float32, by its bits.
 
-    `astype` says the same. But what was rounded from float32 and is made wide again the compiler rounds twice, for this one
-    at a time, by the unit that has the exponentials; and it has four lanes where others have 32.
+    `astype` has the same values. But where x was rounded from float32 the compiler then rounds it once more, for `astype`
+    alone: number by number, on the unit of the exponentials, which is an eighth as wide as others.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     return lax.bitcast_convert_type(lax.shift_left(bits, jnp.uint32(16)), jnp.float32)
@@ -275,9 +275,9 @@ def invert(lower: jax.Array, i: jax.Array, j: jax.Array, l_both: Any, x_pair: An
         plgpu.commit_smem()
         twice = jnp.concatenate([rounded, rounded], axis=1)
         missing = product(SQUARE, lambda sum_: sum_.add(twice, l_both), interpreted=interpreted)
-        missing = lax.optimization_barrier(jnp.where(apart < lax.shift_left(1, level), missing, 0.0)).astype(
-            jnp.bfloat16
-        )
+        # The compiler would choose behind the rounding, and then round numbers one by one (`widened`).
+        missing = lax.optimization_barrier(jnp.where(apart < lax.shift_left(1, level), missing, 0.0))
+        missing = missing.astype(jnp.bfloat16)
         x = widened(rounded)
         (x,) = accumulate((x,), lambda sum_: sum_.add(missing, x_tile), interpreted=interpreted)
         return x

@@ -407,7 +407,7 @@ def _forward(
         out_type = (output_like((*part, d_v), dtype, q), output_like(part, jnp.float32, q))
     common: dict[str, Any] = {
         "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        "interpret": gpu_interpret_params(launch.interpret),
+        "interpret": gpu_interpret_params(launch.interpret, alone=True),
     }
     out, statistics = plgpu.kernel(
         functools.partial(

@@ -171,6 +171,15 @@ def truncated(x: jax.Array, *, interpreted: bool) -> jax.Array:
     return inlined(convert, x, out=jax.ShapeDtypeStruct(x.shape, jnp.int32))
 
 
+def hidden_zero(number: Any) -> Any:
+    """0, of a number below 2^30 that a loop counts, which the compiler does not know: what it is added to stays inside.
+
+    Else addresses of all operands, and masks, are made in front of a loop where they do not change, and keep registers: two
+    for each operand. Where registers are short those are spilled, and each product waits until they are back.
+    """
+    return jax.lax.shift_right_logical(number, jnp.int32(30))
+
+
 def product(shape: tuple[int, int], add: Callable[[Accumulator], None], *, interpreted: bool) -> jax.Array:
     return products((shape,), add, interpreted=interpreted)[0]
 

@@ -105,21 +105,23 @@ def test_the_gpu_kernel_masks_whatever_the_scale(scale: float) -> None:
 
 
 def test_the_gpu_kernels_lower_without_a_gpu() -> None:
-    """Forward and backward are a kernel each; wider heads have the plain backward."""
+    """Forward and backward are a kernel each, of wide heads as well; but with sinks those have the plain backward."""
 
-    def kernels(d: int) -> int:
+    def kernels(d: int, *, sinks: bool = False) -> int:
         struct = jax.ShapeDtypeStruct((1, 300, 4, d), "bfloat16")
+        sunk = jax.ShapeDtypeStruct((4,), "float32") if sinks else None
 
-        def loss(q, k, v):
-            return jnp.sum(flash_attention(q, k, v, causal=True).astype(jnp.float32))
+        def loss(q, k, v, sinks):
+            return jnp.sum(flash_attention(q, k, v, causal=True, sinks=sinks).astype(jnp.float32))
 
         with tilewright.target("h200"):
-            traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(struct, struct, struct)
+            traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(struct, struct, struct, sunk)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         return text.count("stablehlo.custom_call @mosaic_gpu")
 
     assert kernels(80) == 2
-    assert kernels(192) == 1
+    assert kernels(192) == 2
+    assert kernels(256, sinks=True) == 1
 
 
 @pytest.mark.parametrize(("d", "sinks", "buffers"), [(128, False, 4), (128, True, 2), (64, False, 2)])

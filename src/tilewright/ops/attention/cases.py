@@ -92,6 +92,7 @@ CASES: tuple[Case, ...] = (
     _case("packed", 2, 140, 140, (8, 1), 64, segments=4, causal=True, small=True),
     _case("bias_sinks_cap", 2, 60, 140, (4, 2), 32, 48, bias=(2, 1, 60), sinks=True, soft_cap=4.0, small=True),
     _case("large_logits", 1, 96, 96, (2, 1), 128, causal=True, logit_scale=1000.0, small=True),
+    _case("wide", 1, 100, 150, (4, 2), 256, causal=True, window=(90, 0), q_offset=50, soft_cap=20.0, small=True),
     _case(
         "prefix_or_sparse",
         1,

@@ -86,6 +86,16 @@ class Row:
     def content(self, n: Any) -> Any:
         return self.refs["content"][self.first + n]
 
+    def of_group(self, number: Any, kv: Any, group: int) -> tuple[Any, Any]:
+        """The query head and the place in the row of a step: full blocks of all heads of a group, then partial ones."""
+        if group == 1:
+            return kv, number
+        full = number < self.full * group
+        count = jnp.where(full, self.full, self.total - self.full)
+        inside = jnp.where(full, number, number - self.full * group)
+        g = jax.lax.div(inside, count)
+        return kv * group + g, jnp.where(full, 0, self.full) + inside - g * count
+
 
 def plan_visits(
     operands: Operands, settings: Settings, blocks: tuple[int, int], stays: Literal["q", "k"]
@@ -210,11 +220,12 @@ def allowed(
     columns: tuple[Any, int],
     *,
     transposed: bool,
-    part: Any,
+    part: tuple[Any, ...],
 ) -> jax.Array | None:
     """Which pairs of a tile attend: [queries, keys], or transposed.
 
-    `rows` and `columns` are the first query and key and how many; `part` is where the tile lies in the block that stays.
+    `rows` and `columns` are the first query and key and how many; `part` is where the tile lies in the block that stays,
+    and in the other, if it has not all of it.
     """
     (first_q, num_q), (first_k, num_k) = rows, columns
     shape = (num_k, num_q) if transposed else (num_q, num_k)
@@ -229,7 +240,7 @@ def allowed(
     if plan.ragged_keys:
         conditions.append(keys < plan.s)
     if "contents" in refs:
-        values = plgpu.load(refs["contents"].at[content, part], layout=layout, optimized=False)
+        values = plgpu.load(refs["contents"].at[(content, *part)], layout=layout, optimized=False)
         conditions.append(values.astype(jnp.int32) != 0)
     if "q_ids" in refs:
         # Ids along the rows of a tile and along its columns have layouts of their own.

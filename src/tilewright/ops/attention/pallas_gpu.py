@@ -160,7 +160,7 @@ def _forward_kernel(
                     (first_q, GPU_ROWS),
                     (row.block(n) * block_k, block_k),
                     transposed=False,
-                    part=pl.ds(worker * GPU_ROWS, GPU_ROWS),
+                    part=(pl.ds(worker * GPU_ROWS, GPU_ROWS),),
                 )
                 logits = jnp.where(keep, logits, MASKED / max(factor, 1.0)) if keep is not None else logits
             new_highest = jnp.maximum(highest, jnp.max(logits, axis=1) * factor)

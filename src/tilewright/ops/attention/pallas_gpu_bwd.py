@@ -28,9 +28,9 @@ Registers are what is short: 240 a thread, of which dk and dv are 128 and the lo
 these two sums begin with -logsumexp / scale and -delta, instead of having them subtracted, and what is behind the products
 is little.
 
-Limits: heads wider than 128 take the plain backward (xla.py): their dk and dv do not fit the registers. One thread block
-for each 128 keys of a key head: fewer than 132 leave multiprocessors idle. Beyond inputs and outputs: dq in int32, twice
-dq.
+Limits: heads wider than 128 have another kernel (pallas_gpu_bwd_wide.py), or with sinks the plain backward (xla.py): dk and
+dv of 64 keys do not fit the registers. One thread block for each 128 keys of a key head: fewer than 132 leave
+multiprocessors idle. Beyond inputs and outputs: dq in int32, twice dq.
 
 With sinks, weights times their gradients times the weight of the sink are summed over the queries of a tile, in float32,
 and added to a row of shared memory for each worker and query head: 512 bytes a head of the group. That sum is of the
@@ -39,12 +39,13 @@ worker's own steps, in their order, so it is the same from run to run; XLA adds 
 Numerics: logsumexp in float32 in units of log 2; at logits of 1,000 it is off by 1e-4, which bfloat16 does not show.
 Weights are float32 until they are operands.
 
-Tried and dropped (H200, causal, H16 D128, forward and backward, beside cuDNN in the same process). Beside 0.97 of cuDNN at
-T32768, 0.89 at T8192 and 0.98 for B4 T4096 H32 KV8, which is this kernel: logits that begin with zero, 0.99, 0.89, 1.03;
-that with three buffers, 1.07, 0.92, 1.04, or two, 1.07, 0.89, 1.05; Pallas' own barriers around stores, 0.97 to 0.98. dq of
-a step in the same step, so that the warpgroups meet in each, 1.09, 0.97 and 1.08. dq made an integer by `astype`, which
-clamps it first (64 instructions of 630 a step), adds one or two in a hundred. With dq not stored at all T32768 takes 0.84:
-the rest is its conversion, the barriers around its tile, and the sums in memory (0.05).
+Tried and dropped (H200, causal, H16 D128, forward and backward, beside cuDNN in the same process). This kernel takes 0.94
+of cuDNN's time at T32768, 0.86 at T8192 and 0.92 for B4 T4096 H32 KV8; without `hidden_zero`, with 124 bytes spilled, 0.97,
+0.89 and 0.97. Beside the latter: logits that begin with zero, 0.99, 0.89, 1.03; that with three buffers, 1.07, 0.92, 1.04,
+or two, 1.07, 0.89, 1.05; Pallas' own barriers around stores, 0.97 to 0.98. dq of a step in the same step, so that the
+warpgroups meet in each, 1.09, 0.97 and 1.08. dq made an integer by `astype`, which clamps it first (64 instructions of 630
+a step), adds one or two in a hundred. With dq not stored at all T32768 takes 0.84: the rest is its conversion, the barriers
+around its tile, and the sums in memory (0.05).
 Of the backward in which the warpgroups met, at T8192, beside 1.60 ms: weights kept as bfloat16 only, 1.81; and with dv
 before the gradients of logits, 1.85; dk from registers instead of shared memory, 1.87 beside 1.67; 232 registers instead
 of 240, 1.71.
@@ -63,6 +64,7 @@ from tilewright.core.dispatch import Launch
 from tilewright.core.hopper import (
     Accumulator,
     accumulate,
+    hidden_zero,
     loop_with_sums,
     padded,
     quotient,
@@ -72,6 +74,7 @@ from tilewright.core.hopper import (
 )
 from tilewright.core.manual_axes import output_like, vary_over, varying_axes
 from tilewright.core.target import gpu_interpret_params
+from tilewright.ops.attention import pallas_gpu_bwd_wide
 from tilewright.ops.attention.config import (
     FEWEST_BUFFERS_BWD,
     GPU_BLOCK,
@@ -156,14 +159,7 @@ def _backward_kernel(
     folded = plain_factor(plan.settings) is not None
 
     def locate(number: Any) -> tuple[Any, Any]:
-        """The query head and the place in the row of a step: full blocks of all heads of the group, then partial ones."""
-        if group == 1:
-            return kv, number
-        full = number < row.full * group
-        count = jnp.where(full, row.full, row.total - row.full)
-        inside = jnp.where(full, number, number - row.full * group)
-        g = jax.lax.div(inside, count)
-        return kv * group + g, jnp.where(full, 0, row.full) + inside - g * count
+        return row.of_group(number, kv, group)
 
     def slot_of(number: Any) -> Any:
         return jax.lax.rem(number, jnp.int32(stages))
@@ -208,10 +204,10 @@ def _backward_kernel(
             first = of_query(slot, 0) if folded else jnp.zeros(shape, jnp.float32)
             return first, of_query(slot, 1)
 
-        def multiply_keys(dq: Accumulator, last: Any) -> None:
+        def multiply_keys(dq: Accumulator, last: Any, zero: Any) -> None:
             """Issue the products of a tile of dq: of the step whose gradients are in the buffer `last`."""
             for r in range(GPU_WORKERS):
-                keys = k_smem.at[r, 0 if over_rows else worker]
+                keys = k_smem.at[r + zero, 0 if over_rows else worker]
                 dq.add(d_logits_smem.at[last, r, part].transpose((1, 0)), keys)  # [GPU_ROWS queries, GPU_WIDTH]
 
         def add_queries(number: Any, dq: jax.Array) -> None:
@@ -237,6 +233,7 @@ def _backward_kernel(
 
         def step(number: Any, sums: tuple[Accumulator, ...], *, masked: bool) -> None:
             dk, dv = sums
+            zero = hidden_zero(number)
             slot, buffer, last = slot_of(number), buffer_of(number), buffer_of(number + buffers - 1)
             h, place = locate(number)
             i = row.block(place)
@@ -246,9 +243,9 @@ def _backward_kernel(
             def differentiate(products: Accumulator, d_weights: Accumulator) -> tuple[jax.Array, jax.Array]:
                 for c in range(columns):
                     q_part = q_smem.at[slot, :, pl.ds(c * GPU_WIDTH, GPU_WIDTH)] if columns > 1 else q_smem.at[slot]
-                    products.add(k_smem.at[worker, c], q_part.transpose((1, 0)))  # [GPU_ROWS, block_q]
+                    products.add(k_smem.at[worker + zero, c], q_part.transpose((1, 0)))  # [GPU_ROWS, block_q]
                 plgpu.barrier_wait(d_out_barrier.at[slot])
-                d_weights.add(v_smem.at[worker], d_out_smem.at[slot].transpose((1, 0)))  # [GPU_ROWS, block_q]
+                d_weights.add(v_smem.at[worker + zero], d_out_smem.at[slot].transpose((1, 0)))  # [GPU_ROWS, block_q]
                 logits, factor, slope = scaled_logits(products.read(1), settings)
 
                 # What was issued before these products is done, so dk of the step before: its queries are read.
@@ -265,7 +262,7 @@ def _backward_kernel(
                         (i * block_q, block_q),
                         (j * plan.block_k + worker * GPU_ROWS, GPU_ROWS),
                         transposed=True,
-                        part=pl.ds(worker * GPU_ROWS, GPU_ROWS),
+                        part=(pl.ds(worker * GPU_ROWS, GPU_ROWS),),
                     )
                     logits = jnp.where(keep, logits, MASKED / max(factor, 1.0)) if keep is not None else logits
                 weights = jnp.exp2(logits * factor if folded else logits * factor - of_query(slot, 0))
@@ -299,7 +296,7 @@ def _backward_kernel(
                 plgpu.barrier_wait(ready_of(1 - worker, last))
 
             def add(dq: Accumulator) -> None:
-                multiply_keys(dq, last)
+                multiply_keys(dq, last, zero)
                 for c in range(parts):
                     q_rows = q_smem.at[slot] if parts == 1 else q_smem.at[slot, pl.ds(c * GPU_ROWS, GPU_ROWS)]
                     dk.add(d_logits_smem.at[buffer, worker, c], q_rows)  # [GPU_ROWS, width]
@@ -318,7 +315,7 @@ def _backward_kernel(
             plgpu.barrier_wait(ready_of(1 - worker, last))
 
             def add(dq: Accumulator) -> None:
-                multiply_keys(dq, last)
+                multiply_keys(dq, last, 0)
                 add_queries(number, dq.read())
 
             with_accumulators(((GPU_ROWS, GPU_WIDTH),), add, interpreted=interpreted)
@@ -380,11 +377,14 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
     config: PallasGpuConfig = launch.config
     (b, t, h, d), (_, s, kv, dv) = operands.q.shape, operands.v.shape
     width = padded_width(max(d, dv))
-    if width > GPU_WIDEST_BWD:
+    wide = width > GPU_WIDEST_BWD
+    if wide and statistics.sink is not None:
         plain = dataclasses.replace(launch, config=XlaConfig.for_shape(b, h, t, s))
         in_nats = dataclasses.replace(statistics, highest=statistics.highest / LOG2_E)
         return xla_backward(operands, d_out, in_nats, settings, plain)
-    block_q, block_k, stages, group = config.block_q_bwd(width), GPU_BLOCK, config.stages_bwd, h // kv
+    width = pallas_gpu_bwd_wide.WIDTH if wide else width
+    block_q, block_k = (pallas_gpu_bwd_wide.BLOCK,) * 2 if wide else (config.block_q_bwd(width), GPU_BLOCK)
+    stages, group = config.stages_bwd, h // kv
     plan, tables = plan_visits(operands, settings, (block_q, block_k), "k")
     q, d_outs = (padded(padded(array, 3, width), 1, block_q) for array in (operands.q, d_out))
     k, v = (padded(padded(array, 3, width), 1, block_k) for array in (operands.k, operands.v))
@@ -403,6 +403,23 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
     buffers = config.buffers_bwd(launch.chip, width, group if has_sinks else 0)
     summed = jnp.zeros((plan.rows if interpreted else 1, b, padded_t, h, width), jnp.int32)
     dq_sums = jax.new_ref(vary_over(summed, varying_axes(operands.q)))
+    together = _heads_together(b * kv, plan.rows, launch.chip.multiprocessors or 1)
+    from_fixed = (bound * (settings.scale / _FIXED_ONE)).transpose(0, 2, 1)[..., None]  # [B, T, H, 1]
+
+    def dq() -> jax.Array:
+        return (jnp.sum(dq_sums[...], axis=0)[:, :t, :, :d].astype(jnp.float32) * from_fixed).astype(dtype)
+
+    if wide:
+        dk, dv_ = pallas_gpu_bwd_wide.gradients(
+            (q, k, v, d_outs, rows, factors),
+            tables,
+            dq_sums,
+            plan,
+            heads=(kv, group),
+            together=together,
+            interpret=launch.interpret,
+        )
+        return Gradients(dq(), dk[:, :s, :, :d], dv_[:, :s, :, :dv], None, None)
     free = plgpu.Barrier(num_arrivals=GPU_WORKERS, num_barriers=stages)
     dk, dv_, *drawn = plgpu.kernel(
         functools.partial(
@@ -411,7 +428,7 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
             stages=stages,
             buffers=buffers,
             heads=(kv, group),
-            together=_heads_together(b * kv, plan.rows, launch.chip.multiprocessors or 1),
+            together=together,
             has_sinks=has_sinks,
             interpreted=interpreted,
         ),
@@ -445,10 +462,8 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
         interpret=gpu_interpret_params(launch.interpret),
         kernel_name="flash_attention_backward",
     )(q, k, v, d_outs, rows, factors, *tables, dq_sums)
-    from_fixed = (bound * (settings.scale / _FIXED_ONE)).transpose(0, 2, 1)[..., None]  # [B, T, H, 1]
-    dq = jnp.sum(dq_sums[...], axis=0)[:, :t, :, :d].astype(jnp.float32) * from_fixed
     of_sinks = jnp.sum(drawn[0], axis=(0, 2, 3, 5)).reshape(h) if has_sinks else None
-    return Gradients(dq.astype(dtype), dk[:, :s, :, :d], dv_[:, :s, :, :dv], None, of_sinks)
+    return Gradients(dq(), dk[:, :s, :, :d], dv_[:, :s, :, :dv], None, of_sinks)
 
 
 def _bound(operands: Operands, d_out: jax.Array, delta: jax.Array) -> jax.Array:

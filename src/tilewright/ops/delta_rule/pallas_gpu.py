@@ -55,7 +55,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, padded, product, refusal, tile
+from tilewright.core.hopper import Accumulator, accumulate, hidden_zero, padded, product, refusal, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule import pallas_gpu_kda
@@ -191,10 +191,6 @@ def _state_kernel(
         """Of barriers between a warpgroup with a state and the one that writes the outputs of a chunk, which one."""
         return state * outputs + lax.rem(n, jnp.int32(outputs))
 
-    def zero_of(n: Any) -> jax.Array:
-        """Always 0, which the compiler does not know: it would keep addresses of tiles from before the loop, and spill."""
-        return lax.shift_right_logical(n, 30)
-
     busy = columns(0).needed(part) if ends else True
 
     @pl.when((warpgroup >= states) & busy)
@@ -224,7 +220,7 @@ def _state_kernel(
             plgpu.barrier_wait(arrived.at[slot])
             queries, gates = q_ring.at[slot], gate_ring.at[slot]
             i, j = positions()
-            i = i + zero_of(n)
+            i = i + hidden_zero(n)
             qk = product(SQUARE, lambda sum_: sum_.add(queries, turned(k_ring.at[slot])), interpreted=interpreted)
             p = halves(qk * decay(gates, i, j) * along_columns(gates.at[BETA], SQUARE))
             into = along_rows(gates.at[INTO], SQUARE)
@@ -278,7 +274,7 @@ def _state_kernel(
         def one_chunk(n: Any, state: jax.Array) -> jax.Array:
             slot = slot_of(n)
             plgpu.barrier_wait(arrived.at[slot])
-            state_tile, error_tile = (tiles.at[warpgroup + zero_of(n)] for tiles in (state_tiles, error_tiles))
+            state_tile, error_tile = (tiles.at[warpgroup + hidden_zero(n)] for tiles in (state_tiles, error_tiles))
             keys, values = k_ring.at[slot], v_ring.at[slot, warpgroup]
             x_both, gates = x_ring.at[slot], gate_ring.at[slot]
             if keep:

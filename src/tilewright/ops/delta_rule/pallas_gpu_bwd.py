@@ -50,7 +50,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, quotient, tile, wait_for_products
+from tilewright.core.hopper import (
+    Accumulator,
+    accumulate,
+    hidden_zero,
+    padded,
+    product,
+    products,
+    quotient,
+    tile,
+    wait_for_products,
+)
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.config import GPU_TILE, PallasGpuConfig
@@ -293,8 +303,7 @@ def _gradient_kernel(
         def one_head(index: Any, carry: tuple[()]) -> tuple[()]:
             b, h, hv, n, member = place(index)
             tokens = pl.ds(n * CHUNK, CHUNK)
-            # Always 0, which the compiler does not know: it would keep addresses of all tiles in registers, and spill.
-            zero = lax.shift_right_logical(index, jnp.int32(24))
+            zero = hidden_zero(index)
             queries, keys = qk_tiles.at[zero, part], qk_tiles.at[zero + 1, part]  # [C, 64]
 
             def add_values(read: Accumulator, back: Accumulator, onto: Accumulator, pairs: Accumulator) -> Any:

@@ -45,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, tile
+from tilewright.core.hopper import Accumulator, accumulate, hidden_zero, padded, product, products, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
@@ -127,9 +127,7 @@ def _scores_kernel(*refs: Any, chunks: int, group: int, interpreted: bool):
             plgpu.commit_smem()
 
         def place(number: Any) -> _Place:
-            # Always 0, which the compiler does not know: it would make addresses and masks of all tiles before the loops,
-            # keep them in registers, and spill.
-            zero = lax.shift_right_logical(n + number, 30)
+            zero = hidden_zero(n + number)
             i, j = positions()
             which = warpgroup + zero
             return _Place(

@@ -45,7 +45,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, padded, product, products, quotient, tile, wait_for_products
+from tilewright.core.hopper import (
+    Accumulator,
+    accumulate,
+    hidden_zero,
+    padded,
+    product,
+    products,
+    quotient,
+    tile,
+    wait_for_products,
+)
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule.chunk import LOWEST_GATE
@@ -242,8 +252,7 @@ def _products_kernel(*refs: Any, heads: int, items: int, chunks: int, scale: flo
 
         def one_chunk(index: Any, carry: tuple[()]) -> tuple[()]:
             b, hv, n = place(index)
-            # Always 0, which the compiler does not know: it would keep addresses of all tiles in registers, and spill.
-            zero = lax.shift_right_logical(index, jnp.int32(24))
+            zero = hidden_zero(index)
 
             def add_values(read: Accumulator, back: Accumulator, onto: Accumulator, pairs: Accumulator) -> Any:
                 ends = []
@@ -310,10 +319,6 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
         """What is behind is not begun before: with all tiles in registers at once they would be spilled."""
         plgpu.commit_smem()
 
-    def unknown_zero(number: Any) -> jax.Array:
-        """0, which the compiler does not know: it would make addresses and masks before the loops, and spill."""
-        return lax.shift_right_logical(n + number, 30)
-
     def apart(zero: Any) -> tuple[jax.Array, jax.Array]:
         i, j = positions()
         return i + zero, j
@@ -334,7 +339,7 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
 
     def lowest_since_start(number: Any, level: int) -> tuple[jax.Array, jax.Array]:
         """How low each row falls from where a round scales it to; and whether one falls too far."""
-        zero = unknown_zero(number)
+        zero = hidden_zero(n + number)
         lowest = jnp.min(sums(zero, Round.of(jnp.int32(level)).exponents(*apart(zero))), axis=1)
         return lowest, some_fall(lowest, sum_tile)
 
@@ -346,7 +351,7 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
 
     def one_round(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Pairs of one kind, as in `Round`."""
-        zero = unknown_zero(level)
+        zero = hidden_zero(n + level)
         now = Round.of(level)
         i, j = apart(zero)
         exponent = sums(zero, now.exponents(i, j))
@@ -358,7 +363,7 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
 
         def of_queries_or_keys(which: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             of_rows, other, of_columns = gradients
-            zero = unknown_zero(level + which)
+            zero = hidden_zero(n + level + which)
             rows, both = row_tiles.at[zero], pair_tiles.at[zero]
             keep_halves(rows, halves(load(qk_tiles.at[zero + which]) * by_row))
             in_turn()
@@ -388,7 +393,7 @@ def _pairs_kernel(*refs: Any, group: int, interpreted: bool):
     rounds = Round.until(falls, more_falls)
     d_q, d_k, d_columns = lax.fori_loop(0, rounds, one_round, (nothing, nothing, nothing))
 
-    zero = unknown_zero(CHUNK)
+    zero = hidden_zero(n + CHUNK)
     i, j = apart(zero)
     rows, columns = row_tiles.at[zero], column_tiles.at[zero]
     queries, keys = qk_tiles.at[zero], qk_tiles.at[zero + 1]

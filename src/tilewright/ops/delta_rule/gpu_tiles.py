@@ -222,10 +222,13 @@ class Round:
         """How many rounds there are, where rows fall from the chunk's start, or from their blocks' (0 or 1)."""
         return jnp.where(more_fall > 0, _ROUNDS, jnp.where(some_fall > 0, _BETWEEN + 1, 1))
 
+    # Both are ranges of j for an i: two comparisons for a pair, and the rest once for a row.
+
     def exponents(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """Of the tokens j, those whose gates are between i and where it is scaled to."""
+        start = i & -self.size
         upward = self.from_start | ((i & self.size) != 0)
-        return jnp.where(upward, j <= i, j > i) & ((i ^ j) < self.size)
+        return (j >= jnp.where(upward, start, i + 1)) & (j < jnp.where(upward, i + 1, start + self.size))
 
     def pairs(self, i: jax.Array, j: jax.Array, in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
         """The pairs [C, C] that this round has; how low each row has fallen in the chunk and in its block, [C]."""
@@ -233,10 +236,10 @@ class Round:
         # Who has fallen in a block has fallen in the chunk, but for positive gates before it.
         of_fallen = jnp.where(self.level == 1, 1 - in_block, jnp.where(self.level > _BETWEEN, in_block, 1))
         rows = jnp.where(self.level == 0, 1 - in_chunk, in_chunk * of_fallen)
-        least = jnp.where(self.from_start, 0, self.size)
-        most = jnp.where(self.from_start, self.size, jnp.maximum(2 * self.size, 1))
-        apart = i ^ j
-        return (apart >= least) & (apart < most) & (i >= j) & (lax.broadcast_in_dim(rows, SQUARE, [0]) > 0)
+        start, itself = i & -self.size, self.size == 0
+        first = jnp.where(self.from_start, start, jnp.where(itself, i, start - self.size))
+        end = jnp.where(self.from_start | itself, i + 1, jnp.where((i & self.size) != 0, start, 0))
+        return (j >= first) & (j < jnp.where(lax.broadcast_in_dim(rows, SQUARE, [0]) > 0, end, 0))
 
 
 def some_fall(lowest: jax.Array, everywhere: Any) -> jax.Array:

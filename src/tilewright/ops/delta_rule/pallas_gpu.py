@@ -1,4 +1,4 @@
-"""The delta rule and the gated delta rule as Mosaic GPU kernels for Hopper: two forward kernels. KDA has its own.
+"""The delta rule and the gated delta rule as Mosaic GPU kernels for Hopper: three forward kernels. KDA has its own.
 
 With a chunk of C = 64 tokens, G the sums of the log-decays inside it, decay_ij = exp(G_i - G_j),
 M_ij = (k_i . k_j) decay_ij below the diagonal and P_ij = (q_i . k_j) decay_ij on and below it, a chunk is
@@ -7,9 +7,10 @@ M_ij = (k_i . k_j) decay_ij below the diagonal and P_ij = (q_i . k_j) decay_ij o
     o = scale (diag(exp G) q S + P diag(beta) E)
     S <- exp(G_C) S + k^T diag(beta exp(G_C - G)) E
 
-`_inverse_kernel` makes X of every chunk by itself, all chunks at once; `_state_kernel` carries S through them. For a
-backward (pallas_gpu_bwd.py) it also writes S before each chunk and E. With beta on this side of X, nothing there divides
-by it.
+`_gates_kernel` makes G, exp(G) and so on of every chunk, 64 chunks at a time: sums of gates are products of the matrix unit
+with ones. `_inverse_kernel` makes X of every chunk by itself, all chunks at once; `_state_kernel` carries S through them.
+For a backward (pallas_gpu_bwd.py) it also writes S before each chunk and E. With beta on this side of X, nothing there
+divides by it.
 
 Floor for K = V = D, a token and head in bfloat16: q, k, v read and o written, 8 D bytes; 10.5 MFLOP a chunk of D = 128.
 Here: k once more and X written and read, 6 D bytes more at D = 128. That is 14 D, 1.4 GB for H96 T8192: a third of a
@@ -40,10 +41,15 @@ By an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128 unless said), tried an
   left with no product at all;
 - one warpgroup for the outputs beside one state: 1.49 ms, as it then is what the state waits for. So it is beside two, for
   8 % of the state's time; there are no registers for a second;
+- gates by XLA, which has no sums of 64 in one kernel: 31 us of small kernels where `_gates_kernel` and two transposes take
+  16, and a product whose tuning was 2 s of the first call;
+- gates in the inverse's kernel, with blocks that stay and ask for the keys of their next chunk early: 0.31 ms, as it has a
+  third more instructions, and the blocks of a multiprocessor hide each other's copies as it is;
 - a barrier before and behind each store, products in flight beside others, outputs a chunk later: no difference.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +61,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Launch
-from tilewright.core.hopper import Accumulator, accumulate, hidden_zero, padded, product, refusal, tile
+from tilewright.core.hopper import Accumulator, accumulate, hidden_zero, padded, product, refusal, store, tile
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import gpu_interpret_params
 from tilewright.ops.delta_rule import pallas_gpu_kda
@@ -66,6 +72,8 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     ACROSS,
     BETA,
     CHUNK,
+    COARSE,
+    FINE,
     GATE_ROWS,
     HALVES,
     INTO,
@@ -87,6 +95,7 @@ from tilewright.ops.delta_rule.gpu_tiles import (
     positions,
     turned,
     turned_states,
+    widened,
 )
 from tilewright.ops.delta_rule.gradient import with_gradient
 from tilewright.ops.delta_rule.pallas_gpu_bwd import backward
@@ -132,6 +141,61 @@ def unsupported_reason(
     return None
 
 
+def _gates_kernel(*refs: Any, gated: bool, interpreted: bool):
+    """The gates of 64 chunks: a chunk is a row of a tile, a token a column."""
+    # inputs, [chunks, C]
+    beta_ref = refs[0]
+    g_ref = refs[1] if gated else None
+    # outputs
+    gates_ref = refs[1 + gated]  # [chunks, GATE_ROWS, C]
+    # scratch
+    ones = refs[2 + gated]  # [C, C]
+
+    rows = pl.ds(lax.axis_index("block") * CHUNK, CHUNK)
+
+    def read(ref: Any) -> jax.Array:
+        return plgpu.load(ref.at[rows], layout=WGMMA, optimized=False)
+
+    def constant(value: float) -> jax.Array:
+        return plgpu.layout_cast(jnp.full(SQUARE, value, jnp.float32), WGMMA)
+
+    def write(row: int, value: jax.Array) -> None:
+        store(gates_ref.at[rows, row], value)
+
+    beta = read(beta_ref)
+    write(BETA, beta)
+    if g_ref is None:
+        for row, value in ((COARSE, constant(0.0)), (FINE, constant(0.0)), (INTO, constant(1.0))):
+            write(row, value)
+        write(ONWARD, beta)
+        write(ACROSS, constant(1.0))
+        return
+    i, j = positions()
+    ones[...] = jnp.where(i <= j, 1.0, 0.0).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+    def sums(x: jax.Array) -> jax.Array:
+        """Of each token and those before it. Three numbers of bfloat16 have all of one of float32."""
+        first = x.astype(jnp.bfloat16)
+
+        def add(sum_: Accumulator) -> None:
+            for piece in (first, *halves(x - widened(first))):
+                sum_.add(piece, ones)
+
+        return product(SQUARE, add, interpreted=interpreted)
+
+    def totals(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(jnp.sum(x, axis=1), SQUARE, [0])
+
+    g = jnp.maximum(read(g_ref), LOWEST_GATE)
+    (coarse, fine), (all_coarse, all_fine) = (coarse_and_fine(g, function) for function in (sums, totals))
+    write(COARSE, coarse)
+    write(FINE, fine)
+    write(INTO, jnp.exp(coarse + fine))
+    write(ONWARD, beta * jnp.exp((all_coarse - coarse) + (all_fine - fine)))
+    write(ACROSS, jnp.exp(all_coarse + all_fine))
+
+
 def _inverse_kernel(*refs: Any, group: int, interpreted: bool):
     # inputs
     k_ref, gates_ref = refs[:2]
@@ -153,7 +217,7 @@ def _inverse_kernel(*refs: Any, group: int, interpreted: bool):
     for half in range(2):
         rows = pl.ds(half * CHUNK, CHUNK)
         plgpu.copy_smem_to_gmem(x_both.at[rows], x_ref.at[b, hv, tokens, rows])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _state_kernel(
@@ -333,26 +397,23 @@ def _state_kernel(
             plgpu.wait_smem_to_gmem(0)
 
 
-def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None) -> jax.Array:
-    """The gates of each chunk, [B, HV, chunks, GATE_ROWS, C]. T is whole chunks."""
-    beta = per_chunk(beta)
-    if g is None and resets is None:
-        nothing, one = jnp.zeros_like(beta), jnp.ones_like(beta)
-        return jnp.stack([nothing, nothing, beta, one, beta, one], axis=3)
-    g = jnp.zeros_like(beta) if g is None else per_chunk(jnp.maximum(g.astype(jnp.float32), LOWEST_GATE))
+def _gates(g: jax.Array | None, beta: jax.Array, resets: jax.Array | None, common: dict[str, Any]) -> jax.Array:
+    """The gates of each chunk, [B, HV, chunks, GATE_ROWS, C]."""
     if resets is not None:
-        g = jnp.where(per_chunk(resets[:, :, None]) > 0, LOWEST_GATE, g)
-    coarse, fine = coarse_and_fine(g, _sums)
-    onward = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
-    into = jnp.exp(coarse + fine)
-    across = jnp.broadcast_to(into[..., -1:], into.shape)
-    return jnp.stack([coarse, fine, beta, into, beta * jnp.exp(onward), across], axis=3)
-
-
-def _sums(x: jax.Array) -> jax.Array:
-    """Cumulative sums along the last axis as a product with ones: XLA's own of 96 x 8,192 gates take 0.2 ms of an H200."""
-    ones = jnp.triu(jnp.ones((x.shape[-1], x.shape[-1]), x.dtype))
-    return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST, preferred_element_type=x.dtype)
+        g = jnp.where(resets[:, :, None], LOWEST_GATE, jnp.zeros_like(beta) if g is None else g)
+    given = [per_chunk(in_chunks(x)) for x in (beta, g) if x is not None]  # [B, HV, chunks, C]
+    leading = given[0].shape[:3]
+    flat = [padded(x.reshape(-1, CHUNK), 0, CHUNK) for x in given]
+    gates = plgpu.kernel(
+        functools.partial(_gates_kernel, gated=g is not None, interpreted=common["interpret"] is not None),
+        out_type=output_like((flat[0].shape[0], GATE_ROWS, CHUNK), jnp.float32, beta),
+        scratch_types=[tile(*SQUARE, dtype=jnp.bfloat16)],
+        grid=(flat[0].shape[0] // CHUNK,),
+        grid_names=("block",),
+        kernel_name="delta_rule_gates",
+        **common,
+    )(*flat)
+    return gates[: math.prod(leading)].reshape(*leading, GATE_ROWS, CHUNK)
 
 
 def _forward(
@@ -371,9 +432,6 @@ def _forward(
     """o, the final state, and, to keep for a backward, what its arguments from x to errors are."""
     config: PallasGpuConfig = launch.config
     (_, true_t, _, true_depth), true_width = q.shape, v.shape[3]
-    gates = _gates(
-        None if g is None else in_chunks(g), in_chunks(beta), None if resets is None else in_chunks(resets)
-    )  # [B, HV, chunks, rows, C]
     # Channels of zeros add nothing.
     q, k = (padded(in_chunks(x), 3, GPU_TILE) for x in (q, k))
     v = padded(in_chunks(v), 3, config.block_v)
@@ -384,6 +442,7 @@ def _forward(
     interpreted = launch.interpret is not None
     common: dict[str, Any] = {"compiler_params": compiler_params(), "interpret": gpu_interpret_params(launch.interpret)}
     bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
+    gates = _gates(g, beta, resets, common)
 
     x = plgpu.kernel(
         functools.partial(_inverse_kernel, group=group, interpreted=interpreted),

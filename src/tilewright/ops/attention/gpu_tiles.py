@@ -9,6 +9,7 @@ grid is then short.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.hopper import padded
+from tilewright.core.hopper import padded, quotient
 from tilewright.ops.attention.config import GPU_WIDTH
 from tilewright.ops.attention.gradient import Operands, Settings
 from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Both, Either, Grid, Mask, Not
@@ -67,6 +68,23 @@ class Plan:
         stays = refs["order"][rank]
         place = (b * self.rows + stays) if self.per_batch else stays
         return Row(refs, stays, place * self.longest, refs["counts"][2 * place], refs["counts"][2 * place + 1])
+
+    def row_of_keys(self, refs: dict[str, Any], number: Any, kv_heads: int, together: int) -> tuple[Any, Any, "Row"]:
+        """A thread block's batch, key head and row, by number: so many heads run side by side before others come."""
+        which, rest = quotient(number, self.rows * together)
+        rank, rest = quotient(rest, together)
+        b, kv = quotient(which * together + rest, kv_heads)
+        return b, kv, self.row(refs, b, rank)
+
+    def loops(self, row: "Row", group: int, step: Callable[..., None]) -> list[tuple[Any, Any, Callable[..., None]]]:
+        """Of the steps of a row and a group of heads, as (first, end, body): those without a mask, those with one."""
+        full_steps, loops = row.full * group, []
+        if self.has_full:
+            loops.append((0, full_steps, functools.partial(step, masked=False)))
+        if self.has_partial:
+            first = full_steps if self.has_full else 0
+            loops.append((first, row.total * group, functools.partial(step, masked=True)))
+        return loops
 
 
 @dataclass(frozen=True)

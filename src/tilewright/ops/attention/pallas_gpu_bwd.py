@@ -67,7 +67,6 @@ from tilewright.core.hopper import (
     hidden_zero,
     loop_with_sums,
     padded,
-    quotient,
     tile,
     truncated,
     with_accumulators,
@@ -147,10 +146,7 @@ def _backward_kernel(
     # The tile of dq is cut between the workers: over its columns, or over its rows where those are 128.
     over_rows = block_q == GPU_WORKERS * GPU_ROWS
     worker = jax.lax.axis_index("worker")
-    which, rest = quotient(jax.lax.axis_index("work"), plan.rows * together)
-    rank, rest = quotient(rest, together)
-    b, kv = quotient(which * together + rest, kv_heads)
-    row = plan.row(tables, b, rank)
+    b, kv, row = plan.row_of_keys(tables, jax.lax.axis_index("work"), kv_heads, together)
     j = row.stays
 
     steps = row.total * group
@@ -320,13 +316,7 @@ def _backward_kernel(
 
             with_accumulators(((GPU_ROWS, GPU_WIDTH),), add, interpreted=interpreted)
 
-        loops = []
-        full_steps = row.full * group
-        if plan.has_full:
-            loops.append((0, full_steps, functools.partial(step, masked=False)))
-        if plan.has_partial:
-            loops.append((full_steps if plan.has_full else 0, steps, functools.partial(step, masked=True)))
-        loops.append((steps, steps + jnp.minimum(steps, 1), finish))
+        loops = [*plan.loops(row, group, step), (steps, steps + jnp.minimum(steps, 1), finish)]
         dk, dv = loop_with_sums(((GPU_ROWS, width), (GPU_ROWS, width)), loops, interpreted=interpreted)
         first_k = j * plan.block_k + worker * GPU_ROWS
         # The worker's own values are read by nobody else, and are not needed any more.

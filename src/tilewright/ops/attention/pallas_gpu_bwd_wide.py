@@ -34,7 +34,6 @@ from tilewright.core.hopper import (
     accumulate,
     hidden_zero,
     loop_with_sums,
-    quotient,
     tile,
     truncated,
     with_accumulators,
@@ -74,10 +73,7 @@ def _kernel(*refs: Any, plan: Plan, heads: tuple[int, int], together: int, inter
     kv_barrier, q_barrier, d_out_barrier, q_free, d_out_free, both = barriers
     kv_heads, group = heads
     worker = jax.lax.axis_index("worker")
-    which, rest = quotient(jax.lax.axis_index("work"), plan.rows * together)
-    rank, rest = quotient(rest, together)
-    b, kv = quotient(which * together + rest, kv_heads)
-    row = plan.row(tables, b, rank)
+    b, kv, row = plan.row_of_keys(tables, jax.lax.axis_index("work"), kv_heads, together)
     j = row.stays
     steps = row.total * group
     folded = plain_factor(plan.settings) is not None
@@ -209,13 +205,7 @@ def _kernel(*refs: Any, plan: Plan, heads: tuple[int, int], together: int, inter
             for part in range(_PARTS):
                 with_accumulators(((BLOCK, GPU_WIDTH),), functools.partial(add, part=part), interpreted=interpreted)
 
-        loops = []
-        full_steps = row.full * group
-        if plan.has_full:
-            loops.append((0, full_steps, functools.partial(step, masked=False)))
-        if plan.has_partial:
-            loops.append((full_steps if plan.has_full else 0, steps, functools.partial(step, masked=True)))
-        loops.append((steps, steps + jnp.minimum(steps, 1), finish))
+        loops = [*plan.loops(row, group, step), (steps, steps + jnp.minimum(steps, 1), finish)]
         dk, dv = loop_with_sums(((BLOCK, _COLUMNS),) * 2, loops, interpreted=interpreted)
         # Behind the last step of both, nobody reads the queries: the gradients leave through them.
         plgpu.barrier_arrive(both)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.hopper import padded, quotient
+from tilewright.core.hopper import padded, quotient, truncated
 from tilewright.ops.attention.config import GPU_WIDTH
 from tilewright.ops.attention.gradient import Operands, Settings
 from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Both, Either, Grid, Mask, Not
@@ -269,6 +269,20 @@ def allowed(
         kv_ids = jax.lax.broadcast_in_dim(kv_ids, shape, [k_axis])
         conditions.append(q_ids == kv_ids)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def add_to_sums(dq: jax.Array, factors: Any, through: Any, target: Any, some: Any, *, interpreted: bool) -> None:
+    """Where there are some, add a tile of dq to the sums in memory, as integers: times a factor a row, `through` a tile."""
+    to_fixed = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(1))
+    fixed = truncated(dq * jax.lax.broadcast_in_dim(to_fixed, dq.shape, [0]), interpreted=interpreted)
+    # The copy of the tile before has read it.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    through[...] = fixed
+    plgpu.commit_smem()
+
+    @pl.when(some)
+    def _add():
+        plgpu.copy_smem_to_gmem(through, target, reduction_op=None if interpreted else "add")
 
 
 def _keep(mask: Mask, queries: jax.Array, keys: jax.Array, q_offset: int) -> jax.Array:

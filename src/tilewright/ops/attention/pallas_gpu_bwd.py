@@ -68,7 +68,6 @@ from tilewright.core.hopper import (
     loop_with_sums,
     padded,
     tile,
-    truncated,
     with_accumulators,
 )
 from tilewright.core.manual_axes import output_like, vary_over, varying_axes
@@ -91,6 +90,7 @@ from tilewright.ops.attention.gpu_tiles import (
     MASKED,
     WORKER_REGISTERS,
     Plan,
+    add_to_sums,
     allowed,
     plain_factor,
     plan_visits,
@@ -213,19 +213,10 @@ def _backward_kernel(
             i = row.block(place)
             factors = factors_of(before)
             factors = factors.at[pl.ds(part * GPU_ROWS, GPU_ROWS)] if over_rows else factors
-            to_fixed = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(1))  # [GPU_ROWS]
-            fixed = truncated(dq * jax.lax.broadcast_in_dim(to_fixed, dq.shape, [0]), interpreted=interpreted)
-            # The copy of the tile before has read it.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            dq_smem[worker] = fixed
-            plgpu.commit_smem()
             at = pl.ds(0, GPU_WIDTH) if over_rows else pl.ds(worker * GPU_WIDTH, GPU_WIDTH)
             # The interpreter has no sums in memory: there each block of keys has an array of its own.
             target = dq_ref.at[j if interpreted else 0, b, pl.ds(i * block_q + part * GPU_ROWS, GPU_ROWS), h, at]
-
-            @pl.when(number > 0)
-            def _add():
-                plgpu.copy_smem_to_gmem(dq_smem.at[worker], target, reduction_op=None if interpreted else "add")
+            add_to_sums(dq, factors, dq_smem.at[worker], target, number > 0, interpreted=interpreted)
 
         def step(number: Any, sums: tuple[Accumulator, ...], *, masked: bool) -> None:
             dk, dv = sums
@@ -389,8 +380,6 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
     rows = rows.reshape(b, h, len(each), -1, block_q).swapaxes(2, 3)  # [B, H, T / block_q, 2 or 3, block_q]
     factors = padded(_FIXED_ONE / bound, 2, block_q).reshape(b, h, -1, block_q)
     interpreted = launch.interpret is not None
-    columns, parts = width // GPU_WIDTH, block_q // GPU_ROWS
-    buffers = config.buffers_bwd(launch.chip, width, group if has_sinks else 0)
     summed = jnp.zeros((plan.rows if interpreted else 1, b, padded_t, h, width), jnp.int32)
     dq_sums = jax.new_ref(vary_over(summed, varying_axes(operands.q)))
     together = _heads_together(b * kv, plan.rows, launch.chip.multiprocessors or 1)
@@ -410,6 +399,8 @@ def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: S
             interpret=launch.interpret,
         )
         return Gradients(dq(), dk[:, :s, :, :d], dv_[:, :s, :, :dv], None, None)
+    columns, parts = width // GPU_WIDTH, block_q // GPU_ROWS
+    buffers = config.buffers_bwd(launch.chip, width, group if has_sinks else 0)
     free = plgpu.Barrier(num_arrivals=GPU_WORKERS, num_barriers=stages)
     dk, dv_, *drawn = plgpu.kernel(
         functools.partial(

@@ -35,7 +35,6 @@ from tilewright.core.hopper import (
     hidden_zero,
     loop_with_sums,
     tile,
-    truncated,
     with_accumulators,
 )
 from tilewright.core.manual_axes import output_like
@@ -46,6 +45,7 @@ from tilewright.ops.attention.gpu_tiles import (
     MASKED,
     WORKER_REGISTERS,
     Plan,
+    add_to_sums,
     allowed,
     plain_factor,
     scaled_logits,
@@ -102,20 +102,11 @@ def _kernel(*refs: Any, plan: Plan, heads: tuple[int, int], together: int, inter
             """Add 64 columns of the worker's tile of dq, of the step before this one, to the sums, as integers."""
             before = jnp.maximum(number - 1, 0)
             h, place = row.of_group(before, kv, group)
-            to_fixed = plgpu.load(factors_of(before), layout=plgpu.Layout.WGMMA.reduce(1))  # [BLOCK]
-            fixed = truncated(dq * jax.lax.broadcast_in_dim(to_fixed, dq.shape, [0]), interpreted=interpreted)
-            # The copy of the tile before has read it.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            dq_smem[worker] = fixed
-            plgpu.commit_smem()
             at = pl.ds(worker * _COLUMNS + part * GPU_WIDTH, GPU_WIDTH)
             # The interpreter has no sums in memory: there each block of keys has an array of its own.
             target = dq_ref.at[j if interpreted else 0, b, pl.ds(row.block(place) * BLOCK, BLOCK), h, at]
-
             # Before the first step there is none: its tile is of whatever was in shared memory.
-            @pl.when(number > 0)
-            def _add():
-                plgpu.copy_smem_to_gmem(dq_smem.at[worker], target, reduction_op=None if interpreted else "add")
+            add_to_sums(dq, factors_of(before), dq_smem.at[worker], target, number > 0, interpreted=interpreted)
 
         def step(number: Any, sums: tuple[Accumulator, ...], *, masked: bool) -> None:
             dk, dv = sums

@@ -1,5 +1,7 @@
 """Tilewright: JAX kernels for TPU and GPU, and the bench they are made on."""
 
+from tilewright import configs as configs
+from tilewright import masks as masks
 from tilewright.core.dispatch import Unsupported as Unsupported
 from tilewright.core.dispatch import explain as explain
 from tilewright.core.target import interpret as interpret
@@ -7,7 +9,6 @@ from tilewright.core.target import target as target
 from tilewright.core.version import __version__ as __version__
 
 # Every public op, a line each. This is also what registers an op with the workbench.
-from tilewright.ops.attention import masks as masks
 from tilewright.ops.attention.api import flash_attention as flash_attention
 from tilewright.ops.attention.decode.api import decode_attention as decode_attention
 from tilewright.ops.attention.decode.api import paged_attention as paged_attention

@@ -1,4 +1,4 @@
-"""The letters that every shape in this code base is spelled from, and the jaxtyping aliases made of them.
+"""The letters of the axes in every shape of this code base, and the jaxtyping aliases made of them.
 
 | letter | axis                                                                        |
 |--------|-----------------------------------------------------------------------------|
@@ -7,32 +7,32 @@
 | S      | keys and values of a sequence, where they differ from the queries           |
 | N      | rows: every leading axis flattened into one                                 |
 | H      | heads; in linear_cross_entropy the hidden width                             |
-| HV     | value heads, where each query and key head serves several of them           |
-| K      | the key half of a head: the channels of its queries and keys                |
-| V      | the value half of a head; in linear_cross_entropy the vocabulary            |
-| KV     | key and value heads of attention; each serves H / KV query heads            |
-| D, Dv  | the width of a head of attention: of queries and keys, of values            |
-| R      | pairs of features that a rotary embedding turns                             |
+| HV     | value heads, where several of them share one query and key head             |
+| K      | channels of a head's queries and keys                                       |
+| V      | channels of a head's values; in linear_cross_entropy the vocabulary         |
+| KV     | key and value heads of attention; H / KV query heads share each             |
+| D, Dv  | head width in attention: of queries and keys, of values                     |
+| R      | pairs of features that a rotary embedding rotates                           |
 | P      | pages of a paged cache                                                      |
 | W      | taps of a short convolution; there and in a norm D is the columns of x      |
 
-A block of an axis is `block_<letter>`, a count of blocks `num_<letter>`. A shape comment stands behind each load, dot
-and reshape: `# [block_n, block_v]`. `tokens` stands for any number of leading axes, none included.
+A block of an axis is `block_<letter>`, a number of blocks `num_<letter>`. Each load, dot and reshape has a trailing
+shape comment: `# [block_n, block_v]`. `tokens` stands for zero or more leading axes.
 """
 
 from jaxtyping import Array, Bool, Float, Int
 
 Hidden = Float[Array, "*tokens H"]
-"""One vector of the model's width a token."""
+"""One vector of the model's width per token."""
 
 Unembedding = Float[Array, "H V"]
-"""The matrix that turns a hidden vector into logits over the vocabulary."""
+"""The matrix that maps a hidden vector to logits over the vocabulary."""
 
 Labels = Int[Array, "*tokens"]
-"""One class a token."""
+"""One class per token."""
 
 PerToken = Float[Array, "*tokens"]
-"""One number a token."""
+"""One number per token."""
 
 Rows = Float[Array, "N H"]
 RowLabels = Int[Array, " N"]
@@ -46,13 +46,13 @@ Keys = Float[Array, "B T H K"]
 Values = Float[Array, "B T HV V"]
 
 PerHead = Float[Array, "B T HV"]
-"""One number a token and value head: beta, or the log-decay of the gated delta rule."""
+"""One number per token and value head: beta, or the log-decay of the gated delta rule."""
 
 Gate = Float[Array, "B T HV"] | Float[Array, "B T HV K"]
-"""Log-decays, one a value head or one a key channel."""
+"""Log-decays per token, one per value head or one per key channel."""
 
 State = Float[Array, "B HV K V"]
-"""What a recurrence carries from token to token."""
+"""The state of a recurrence."""
 
 Starts = Bool[Array, "B T"]
-"""Where a recurrence starts again from zeros."""
+"""True where a recurrence restarts from zeros."""

@@ -1,4 +1,4 @@
-"""Named shapes of an op. Tests, `check`, `bench` and every later tool read the one list in a family's cases.py."""
+"""Named calls of an op. Tests, `check`, `bench` and other tools all read the list in a family's cases.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 def normal(scale: float = 1.0) -> Draw:
-    """Values from a normal distribution."""
+    """Draws from a normal distribution."""
     return lambda key, shape: scale * jax.random.normal(key, shape, jnp.float32)
 
 
@@ -20,7 +20,7 @@ _STANDARD_NORMAL = normal()
 
 @dataclass(frozen=True)
 class Input:
-    """One array argument of an op. Without a dtype it has the dtype under test."""
+    """One array argument of an op. `dtype` defaults to the dtype under test."""
 
     shape: tuple[int, ...]
     draw: Draw = _STANDARD_NORMAL
@@ -30,9 +30,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Work:
-    """The least that a call must do: FLOPs of its products, and bytes with each input read and each output written once.
+    """The minimum work of a call: FLOPs of its products, and bytes with each input read and each output written once.
 
-    What an implementation recomputes is not in it: a fraction of a ceiling made from `Work` is of useful work.
+    Recomputation is not counted, so a fraction of peak computed from `Work` is a fraction of useful work.
     """
 
     flops: float
@@ -47,18 +47,18 @@ class Case:
     name: str
     inputs: Mapping[str, Input]
     outputs: tuple[str, ...]
-    """The names of what the op returns, for tables."""
+    """The names of the op's results, for tables."""
     work: Callable[[int], Work]
-    """Of the forward pass, given the bytes of an element of the dtype under test."""
+    """The work of the forward pass, given the bytes per element of the dtype under test."""
     work_grad: Callable[[int], Work]
-    """Of the forward and the backward pass together."""
+    """The work of the forward and backward pass together."""
     options: Mapping[str, Any] = field(default_factory=dict)
     rounded: tuple[str, ...] = ()
-    """Outputs and gradients that are float32 whatever the inputs, and whose plain version multiplies them without a matrix
-    unit. Exact products are not what a bfloat16 version can be held to: the plain one is rounded to the dtype under test
-    before its error is taken."""
+    """Outputs and gradients that are float32 for inputs of any dtype, and that the plain version computes without a
+    matrix unit. A bfloat16 implementation cannot be held to exact products, so the plain result is rounded to the dtype
+    under test before its error is taken."""
     small: bool = False
-    """Seconds on a CPU, interpreters included."""
+    """Whether it takes only seconds on a CPU, interpreters included."""
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Case:
         }
 
     def draw(self, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
-        """Random inputs. They are drawn in float32, so every dtype sees the same values up to its rounding."""
+        """Random inputs. They are drawn in float32, so every dtype gets the same values up to rounding."""
         keys = jax.random.split(jax.random.key(seed), len(self.inputs))
         return {
             name: spec.draw(key, spec.shape).astype(spec.dtype or dtype)

@@ -1,48 +1,53 @@
-"""Chips by name: what each can do at most, for rooflines, block sizes and dispatch.
+"""The table of chips: peak rates for rooflines, memory sizes for block sizes, and the names they are rented under.
 
-Every figure is the vendor's ceiling for one chip, dense, without sparsity; VMEM and MXUs are per TensorCore. None means
+Every figure is the vendor's peak for one chip, dense, without sparsity; VMEM and MXUs are per TensorCore. None means
 that the figure is not known, and nothing here guesses: a device that is not in the table gets a `Chip` named "unknown"
-whose figures are all None, and a roofline against it is not printed.
+whose figures are all None, and no roofline is printed for it.
 
-A JAX device is not always a chip: on v7x each of the two TensorCores is a device of its own, so a kernel on one device
-has half of the chip's ceiling. `flops_per_s` and `bytes_per_s` are of a device.
+A JAX device is not always a chip. On v7x each of the two TensorCores is a device, so a kernel on one device has half of
+the chip's peak. `flops_per_s` and `bytes_per_s` are per device.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Device = Any  # A jax.Device, which type checkers take for a variable.
 MIB = 2**20
 GIB = 2**30
-# A TPU's registers and tiles, of every generation so far.
+# Registers and tiles are the same on every TPU generation so far.
 LANES = 128
-SUBLANES = 8  # Of a float32 tile.
-ROW_TILE = 16  # Sublanes of a bfloat16 tile, the larger of the two dtypes' tiles.
+SUBLANES = 8  # Rows of a float32 tile.
+ROW_TILE = 16  # Rows of a bfloat16 tile, the larger of the two dtypes' tiles.
 Platform = Literal["tpu", "gpu", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One kind of chip and its ceilings. `Chip.named("v6e")`, `Chip.of(jax.devices()[0])`."""
+    """One kind of chip. `Chip.named("v6e")`, `Chip.of(jax.devices()[0])`."""
 
     name: str
     platform: Platform
     device_kinds: tuple[str, ...] = ()
     """How JAX names a device of this chip (`device.device_kind`)."""
+    accelerator: str | None = None
+    """How SkyPilot and Ray name it, without the count: "H200" in "H200:1", "v6e" in "tpu-v6e-8"; None for a CPU."""
 
     peak_flops: tuple[tuple[str, float], ...] = ()
-    """(dtype, FLOP/s) of the whole chip's matrix units."""
+    """(dtype, FLOP/s) of the matrix units of the whole chip."""
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
 
-    # TPU, per TensorCore.
+    # TPU. What follows `chips_per_host` is per TensorCore.
     cores: int = 1
     cores_per_device: int = 1
+    chips_per_host: int = 4
+    """The most chips that a slice of one host has. Every slice of several hosts has four chips per host."""
     clock_hz: float | None = None
     mxus: int | None = None
     mxu_size: int | None = None
     mxu_rows_per_cycle: int | None = None
-    """Rows of bfloat16 that an MXU takes in a cycle. FLOP/s = 2 cores mxus mxu_size^2 rows_per_cycle clock."""
+    """bfloat16 rows that an MXU takes per cycle. FLOP/s = 2 cores mxus mxu_size^2 rows_per_cycle clock."""
     lanes: int | None = None
     sublanes: int | None = None
     vmem_bytes: int | None = None
@@ -51,7 +56,7 @@ class Chip:
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
     smem_bytes: int | None = None
-    """Shared memory that one block may take."""
+    """The most shared memory that one thread block can have."""
 
     @property
     def known(self) -> bool:
@@ -59,7 +64,7 @@ class Chip:
 
     @property
     def device_share(self) -> float:
-        """The part of the chip that one JAX device is."""
+        """The fraction of the chip that one JAX device has."""
         return self.cores_per_device / self.cores
 
     def flops_per_s(self, dtype: str) -> float | None:
@@ -74,7 +79,7 @@ class Chip:
 
     @staticmethod
     def named(name: str) -> "Chip":
-        """The chip called `name`; an unknown name is an error that lists the known ones."""
+        """The chip called `name`. An unknown name is an error that lists the known ones."""
         chip = _BY_NAME.get(name.lower())
         if chip is None:
             raise ValueError(f"chip={name!r} is not known; use one of {', '.join(_BY_NAME)}")
@@ -99,222 +104,95 @@ class Chip:
         )
 
 
-def _tpu(
-    name: str,
-    device_kinds: tuple[str, ...],
-    *,
-    bf16: float,
-    int8: float | None = None,
-    fp8: float | None = None,
-    hbm_gib: int,
-    hbm_gb_per_s: float,
-    cores: int,
-    cores_per_device: int,
-    mxus: int,
-    mxu_size: int,
-    vmem_mib: int,
-) -> Chip:
-    peaks = {"bfloat16": bf16, "int8": int8, "float8": fp8}
-    # As libtpu schedules them: the 256-wide MXUs of v6e and v7x take two rows a cycle, the 128-wide ones a single row.
-    rows = 2 if mxu_size == 256 else 1
-    return Chip(
-        name=name,
-        platform="tpu",
-        device_kinds=device_kinds,
-        peak_flops=tuple((dtype, tera * 1e12) for dtype, tera in peaks.items() if tera is not None),
-        memory_bytes=hbm_gib * GIB,
-        memory_bytes_per_s=hbm_gb_per_s * 1e9,
-        cores=cores,
-        cores_per_device=cores_per_device,
-        clock_hz=bf16 * 1e12 / (2 * cores * mxus * mxu_size**2 * rows),
-        mxus=mxus,
-        mxu_size=mxu_size,
-        mxu_rows_per_cycle=rows,
-        lanes=128,
-        sublanes=8,
-        vmem_bytes=vmem_mib * MIB,
-    )
+# TFLOP/s by dtype; HBM in GiB and GB/s; TensorCores, and those of one JAX device; MXUs of a core and their width; VMEM
+# of a core in MiB; # chips of a host; and how the chip is called where it is rented.
+_TPUS = """
+name device kinds           bf16 int8 fp8  HBM GB/s cores device MXUs width VMEM host rented
+v4   TPU v4                 275  275  -    32  1200 2     2      4    128   16   4    v4
+v5e  TPU v5e, TPU v5 lite   197  393  -    16  819  1     1      4    128   128  8    v5litepod
+v5p  TPU v5p, TPU v5        459  918  -    95  2765 2     2      4    128   64   4    v5p
+v6e  TPU v6e, TPU v6 lite   918  1836 918  32  1638 1     1      2    256   128  8    v6e
+v7x  TPU7x, TPU v7x         2307 -    4614 192 7380 2     1      2    256   64   4    v7x
+"""
+# TFLOP/s by dtype; memory in GB and GB/s; compute capability; multiprocessors; shared memory of a thread block in KiB.
+# SXM parts, except # L4: an H100 PCIe or NVL has other clocks and memory, so it is "unknown" and not an H100.
+_GPUS = """
+name      device kinds          bf16 tf32  f32  int8 fp8  GB  GB/s capability SMs KiB rented
+a100      NVIDIA A100-SXM4-80GB 312  156   19.5 624  -    80  2039 8.0        108 163 A100-80GB
+a100-40gb NVIDIA A100-SXM4-40GB 312  156   19.5 624  -    40  1555 8.0        108 163 A100
+h100      NVIDIA H100 80GB HBM3 989  494.5 67   1979 1979 80  3350 9.0        132 227 H100
+h200      NVIDIA H200           989  494.5 67   1979 1979 141 4800 9.0        132 227 H200
+b200      NVIDIA B200           2250 1125  75   4500 4500 180 7700 10.0       148 227 B200
+l4        NVIDIA L4             121  60    30.3 242  242  24  300  8.9        58  99  L4
+"""
 
 
-def _gpu(
-    name: str,
-    device_kinds: tuple[str, ...],
-    *,
-    bf16: float,
-    tf32: float,
-    float32: float,
-    int8: float,
-    fp8: float | None = None,
-    memory_gb: float,
-    gb_per_s: float,
-    capability: tuple[int, int],
-    multiprocessors: int,
-    smem_kib: int,
-) -> Chip:
-    peaks = {"bfloat16": bf16, "tfloat32": tf32, "float32": float32, "int8": int8, "float8": fp8}
-    return Chip(
-        name=name,
-        platform="gpu",
-        device_kinds=device_kinds,
-        peak_flops=tuple((dtype, tera * 1e12) for dtype, tera in peaks.items() if tera is not None),
-        memory_bytes=int(memory_gb * 1e9),
-        memory_bytes_per_s=gb_per_s * 1e9,
-        compute_capability=capability,
-        multiprocessors=multiprocessors,
-        smem_bytes=smem_kib * 1024,
-    )
+def _rows(table: str) -> Iterator[tuple[str, tuple[str, ...], list[str]]]:
+    """The name, the device kinds and the other columns of each row."""
+    header, *rows = table.strip().splitlines()
+    start, end = header.index("device kinds"), header.index("bf16")
+    for row in rows:
+        yield row[:start].strip(), tuple(row[start:end].strip().split(", ")), row[end:].split()
 
 
-CHIPS: tuple[Chip, ...] = (
-    _tpu(
-        "v4",
-        ("TPU v4",),
-        bf16=275,
-        int8=275,
-        hbm_gib=32,
-        hbm_gb_per_s=1200,
-        cores=2,
-        cores_per_device=2,
-        mxus=4,
-        mxu_size=128,
-        vmem_mib=16,
-    ),
-    _tpu(
-        "v5e",
-        ("TPU v5e", "TPU v5 lite"),
-        bf16=197,
-        int8=393,
-        hbm_gib=16,
-        hbm_gb_per_s=819,
-        cores=1,
-        cores_per_device=1,
-        mxus=4,
-        mxu_size=128,
-        vmem_mib=128,
-    ),
-    _tpu(
-        "v5p",
-        ("TPU v5p", "TPU v5"),
-        bf16=459,
-        int8=918,
-        hbm_gib=95,
-        hbm_gb_per_s=2765,
-        cores=2,
-        cores_per_device=2,
-        mxus=4,
-        mxu_size=128,
-        vmem_mib=64,
-    ),
-    _tpu(
-        "v6e",
-        ("TPU v6e", "TPU v6 lite"),
-        bf16=918,
-        int8=1836,
-        fp8=918,
-        hbm_gib=32,
-        hbm_gb_per_s=1638,
-        cores=1,
-        cores_per_device=1,
-        mxus=2,
-        mxu_size=256,
-        vmem_mib=128,
-    ),
-    _tpu(
-        "v7x",
-        ("TPU7x", "TPU v7x"),
-        bf16=2307,
-        fp8=4614,
-        hbm_gib=192,
-        hbm_gb_per_s=7380,
-        cores=2,
-        cores_per_device=1,
-        mxus=2,
-        mxu_size=256,
-        vmem_mib=64,
-    ),
-    # SXM parts, except L4. An H100 PCIe or NVL has other clocks and memory, so it is unknown, not an H100.
-    _gpu(
-        "a100",
-        ("NVIDIA A100-SXM4-80GB",),
-        bf16=312,
-        tf32=156,
-        float32=19.5,
-        int8=624,
-        memory_gb=80,
-        gb_per_s=2039,
-        capability=(8, 0),
-        multiprocessors=108,
-        smem_kib=163,
-    ),
-    _gpu(
-        "a100-40gb",
-        ("NVIDIA A100-SXM4-40GB",),
-        bf16=312,
-        tf32=156,
-        float32=19.5,
-        int8=624,
-        memory_gb=40,
-        gb_per_s=1555,
-        capability=(8, 0),
-        multiprocessors=108,
-        smem_kib=163,
-    ),
-    _gpu(
-        "h100",
-        ("NVIDIA H100 80GB HBM3",),
-        bf16=989,
-        tf32=494.5,
-        float32=67,
-        int8=1979,
-        fp8=1979,
-        memory_gb=80,
-        gb_per_s=3350,
-        capability=(9, 0),
-        multiprocessors=132,
-        smem_kib=227,
-    ),
-    _gpu(
-        "h200",
-        ("NVIDIA H200",),
-        bf16=989,
-        tf32=494.5,
-        float32=67,
-        int8=1979,
-        fp8=1979,
-        memory_gb=141,
-        gb_per_s=4800,
-        capability=(9, 0),
-        multiprocessors=132,
-        smem_kib=227,
-    ),
-    _gpu(
-        "b200",
-        ("NVIDIA B200",),
-        bf16=2250,
-        tf32=1125,
-        float32=75,
-        int8=4500,
-        fp8=4500,
-        memory_gb=180,
-        gb_per_s=7700,
-        capability=(10, 0),
-        multiprocessors=148,
-        smem_kib=227,
-    ),
-    _gpu(
-        "l4",
-        ("NVIDIA L4",),
-        bf16=121,
-        tf32=60,
-        float32=30.3,
-        int8=242,
-        fp8=242,
-        memory_gb=24,
-        gb_per_s=300,
-        capability=(8, 9),
-        multiprocessors=58,
-        smem_kib=99,
-    ),
-    Chip(name="cpu", platform="cpu", device_kinds=("cpu",)),
-)
+def _peaks(**tera: str) -> tuple[tuple[str, float], ...]:
+    return tuple((dtype, float(value) * 1e12) for dtype, value in tera.items() if value != "-")
+
+
+def _tpus() -> Iterator[Chip]:
+    for name, kinds, (bf16, int8, fp8, *numbers, rented) in _rows(_TPUS):
+        hbm, bandwidth, cores, per_device, mxus, width, vmem, host = map(int, numbers)
+        # As libtpu schedules them: the 256-wide MXUs of v6e and v7x take two rows per cycle, the 128-wide ones take
+        # one.
+        rows = 2 if width == 256 else 1
+        yield Chip(
+            name=name,
+            platform="tpu",
+            device_kinds=kinds,
+            accelerator=rented,
+            peak_flops=_peaks(bfloat16=bf16, int8=int8, float8=fp8),
+            memory_bytes=hbm * GIB,
+            memory_bytes_per_s=bandwidth * 1e9,
+            cores=cores,
+            cores_per_device=per_device,
+            chips_per_host=host,
+            clock_hz=float(bf16) * 1e12 / (2 * cores * mxus * width**2 * rows),
+            mxus=mxus,
+            mxu_size=width,
+            mxu_rows_per_cycle=rows,
+            lanes=LANES,
+            sublanes=SUBLANES,
+            vmem_bytes=vmem * MIB,
+        )
+
+
+def _gpus() -> Iterator[Chip]:
+    for name, kinds, (bf16, tf32, float32, int8, fp8, memory, bandwidth, capability, sms, smem, rented) in _rows(_GPUS):
+        major, minor = capability.split(".")
+        yield Chip(
+            name=name,
+            platform="gpu",
+            device_kinds=kinds,
+            accelerator=rented,
+            peak_flops=_peaks(bfloat16=bf16, tfloat32=tf32, float32=float32, int8=int8, float8=fp8),
+            memory_bytes=int(float(memory) * 1e9),
+            memory_bytes_per_s=float(bandwidth) * 1e9,
+            compute_capability=(int(major), int(minor)),
+            multiprocessors=int(sms),
+            smem_bytes=int(smem) * 1024,
+        )
+
+
+CHIPS: tuple[Chip, ...] = (*_tpus(), *_gpus(), Chip(name="cpu", platform="cpu", device_kinds=("cpu",)))
 _BY_NAME = {chip.name: chip for chip in CHIPS}
+
+# Chips that can be rented, and whose figures are not in the table: no op can be traced for them by name.
+_WITHOUT_FIGURES = (
+    *(Chip(name=name, platform="tpu", accelerator=name, cores=2) for name in ("v2", "v3")),
+    *(
+        Chip(name=name.lower(), platform="gpu", accelerator=name)
+        for name in "B300 GH200 GB200 GB300 L40 L40S A10 A10G A40 V100 T4 RTXPRO6000".split()
+    ),
+)
+RENTED: tuple[Chip, ...] = tuple(chip for chip in (*CHIPS, *_WITHOUT_FIGURES) if chip.accelerator is not None)
+"""Every chip that a runner can be asked for."""

@@ -1,14 +1,7 @@
-"""Which implementation of an op runs, with which block sizes, and why not another.
+"""Which implementation of an op runs forward and backward, with which configs, and why not another.
 
-An op family is a folder with a file an implementation; the file's stem is the implementation's name. Such a module has
-
-- `<op>_<stem>(*arrays, **options)`: the implementation itself;
-- `unsupported_reason(launch, *arrays, **options) -> str | None`, where it does not run everything everywhere;
-- `Config` and `default_config(chip, *arrays, **options) -> Config`, where it has block sizes to choose. Then the
-  implementation takes a keyword more, `launch`: the chip, config and interpreter that were settled here, in one hashable
-  value. A hand-written gradient keeps it, since it may be traced after the contexts that settled it have closed.
-
-Modules are imported when first asked for: `import tilewright` imports no kernel.
+An op family is a folder with a file or package per implementation; its name is the implementation's
+(core/implementation.py). They are imported when first asked for: `import tilewright` imports no kernel.
 """
 
 import contextlib
@@ -20,18 +13,25 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
+from tilewright.core import differentiable
+from tilewright.core.call import Call
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
-from tilewright.core.manual_axes import vary_alike
+from tilewright.core.config import Config
+from tilewright.core.differentiable import Settled
+from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.partitioning import run_explicit
 from tilewright.core.target import INTERPRETED_AS, Interpret, current_chip, current_interpret
 
 _log = logging.getLogger("tilewright")
 
-# The kernels' platforms, by the stem of their file. Everything else is plain JAX and runs anywhere.
+ImplementationName = Literal["pallas_tpu", "pallas_gpu", "xla", "reference"]
+"""The implementations that ops have, by the name of their file. `pallas_tpu` and `pallas_gpu` are kernels."""
+# The kernels' platforms. Everything else is plain JAX and runs anywhere.
 KERNEL_PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 _PLATFORM_WORD = {"tpu": "TPU", "gpu": "GPU", "cpu": "CPU"}
 
@@ -41,33 +41,53 @@ class Unsupported(NotImplementedError):
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What dispatch settled for one call of a kernel: hashable, and static under jit."""
+class PassDecision:
+    """The config that one pass of an implementation runs with, or why the pass cannot run."""
 
-    chip: Chip
-    config: Any
-    interpret: Interpret | None
+    launch: Launch | None
+    config_source: str = "none"
+    """Where the config is from: "argument", "heuristic", or "none" for a pass that takes none."""
+    refusal: str | None = None
+    note: str = ""
+
+    @property
+    def config(self) -> Any:
+        return None if self.launch is None else self.launch.config
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"cannot run: {self.refusal}"
+        config = "" if self.config is None else f"{self.config} ({self.config_source})"
+        return "; ".join(part for part in (config, self.note) if part) or "no block sizes to choose"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which implementation one call of an op took, and why not the others."""
+    """Which implementation one call of an op took, with which configs, and why not the others."""
 
     op: str
     implementation: str
-    launch: Launch
-    config_source: str
-    """Where the config is from: "argument", "heuristic", or "none" for an implementation that has no block sizes."""
+    chip: Chip
+    interpret: Interpret | None
+    forward: PassDecision
+    backward: PassDecision
     named: bool
     """Whether the caller named the implementation, or left it to us."""
     rejected: Mapping[str, str] = field(default_factory=dict)
+    request: Any = field(default=None, repr=False, compare=False)
+    """The request that this decision is for."""
+
+    @property
+    def configs(self) -> dict[str, Config]:
+        """The configs by direction; a pass that takes none is left out."""
+        passes = {"forward": self.forward, "backward": self.backward}
+        return {direction: one.config for direction, one in passes.items() if one.config is not None}
 
     def __str__(self) -> str:
-        how = "in the interpreter" if self.launch.interpret and self.implementation in KERNEL_PLATFORM else "compiled"
+        how = "in the interpreter" if self.interpret and self.implementation in KERNEL_PLATFORM else "compiled"
         why = "named by the caller" if self.named else "the first in order of preference that can run"
-        lines = [f"{self.op}: {self.implementation}, {how}, for chip {self.launch.chip.name} ({why})"]
-        if self.launch.config is not None:
-            lines.append(f"  config ({self.config_source}): {self.launch.config}")
+        lines = [f"{self.op}: {self.implementation}, {how}, for chip {self.chip.name} ({why})"]
+        lines += [f"  forward: {self.forward}", f"  backward: {self.backward}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected.items()]
         return "\n".join(lines)
 
@@ -106,74 +126,105 @@ class Op:
     def module(self, implementation: str) -> ModuleType:
         return importlib.import_module(f"{self.family}.{implementation}")
 
-    def run(
-        self,
-        arrays: tuple[Any, ...],
-        options: Mapping[str, Any],
-        *,
-        implementation: str | None,
-        config: Any,
-    ) -> Any:
-        """Settle which implementation takes this call, note it, and run it. For the family's api.py."""
-        decision = self.decide(arrays, options, implementation=implementation, config=config)
-        _note(decision)
-        module = self.module(decision.implementation)
-        function = getattr(module, f"{self.name}_{decision.implementation}")
-        launch = {} if decision.launch.config is None else {"launch": decision.launch}
-        return function(*vary_alike(*arrays), **options, **launch)
+    def architectures(self, implementation: str) -> tuple[Implementation, ...]:
+        """The implementation of that name, one per GPU architecture it is written for."""
+        found = self.module(implementation).IMPLEMENTATION
+        found = found[self.name] if isinstance(found, Mapping) else found
+        return found if isinstance(found, tuple) else (found,)
 
-    def decide(
-        self,
-        arrays: tuple[Any, ...],
-        options: Mapping[str, Any],
-        *,
-        implementation: str | None = None,
-        config: Any = None,
-    ) -> Decision:
+    def run(self, call: Call, *, implementation: str | None, config: Any) -> Any:
+        """Decide which implementation takes this call, and run it. For the family's api.py."""
+        request = self._request(call, implementation, config)
+        return run_explicit(self.name, call, lambda part: self._run(request, part.varying_alike()))
+
+    def _run(self, request: "_Request", call: Call) -> Any:
+        decision, found = request.decide(call, differentiated=False)
+        if found.backward is not None:
+            return differentiable.run(request, call)
+        _note(decision)
+        launch = decision.forward.launch
+        assert launch is not None
+        with launch.active():
+            return found.forward.run(call, launch, save=False)[0]
+
+    def decide(self, call: Call, *, implementation: str | None = None, config: Any = None) -> Decision:
         """The decision `run` would take. Raises `Unsupported` where a named implementation cannot run."""
+        return self._request(call, implementation, config).decide(call, differentiated=False)[0]
+
+    def _request(self, call: Call, implementation: str | None, config: Any) -> "_Request":
         if implementation is not None and implementation not in self.implementations:
             known = ", ".join(repr(name) for name in self.implementations)
             raise ValueError(
                 f"implementation={implementation!r} is not an implementation of {self.name}; use one of {known}, or None"
             )
-        chip, interpret = current_chip(arrays), current_interpret()
+        configs = config if isinstance(config, tuple) else () if config is None else (config,)
+        if configs:
+            self._candidates_for(configs, implementation)
+        return _Request(self, implementation, configs, current_chip(tuple(call.given().values())), current_interpret())
+
+    def _decide(
+        self, request: "_Request", call: Call, implementation: str | None, *, differentiated: bool
+    ) -> tuple[Decision, Implementation]:
+        """Takes the first candidate that can run forward, and where the call is differentiated, backward too."""
+        configs, interpret, named = request.configs, request.interpret, request.implementation is not None
         candidates = (implementation,) if implementation is not None else self.implementations
-        if config is not None:
-            candidates = self._candidates_for(config, candidates, implementation)
+        if configs and implementation is None:
+            candidates = self._candidates_for(configs, None)
         rejected: dict[str, str] = {}
         for name in candidates:
-            launch_chip, reason = self._place(name, chip, interpret, named=implementation is not None)
+            launch_chip, reason = self._place(name, request.chip, interpret, named=named)
+            found = None
             if reason is None:
-                module = self.module(name)
-                default = getattr(module, "default_config", None)
-                settled, source = config, "argument"
-                if default is None:
-                    settled, source = None, "none"
-                elif config is None:
-                    settled, source = default(launch_chip, *arrays, **options), "heuristic"
-                launch = Launch(launch_chip, settled, interpret)
-                check = getattr(module, "unsupported_reason", None)
-                reason = check(launch, *arrays, **options) if check else None
+                found, reason = self._for_architecture(name, launch_chip)
+            if reason is None and found is not None:
+                forward = _decide_pass(found.forward, "forward", call, launch_chip, configs, interpret)
+                backward = (
+                    PassDecision(None, note="JAX differentiates the forward pass")
+                    if found.backward is None
+                    else _decide_pass(found.backward, "backward", call, launch_chip, configs, interpret)
+                )
+                reason = forward.refusal or (backward.refusal if differentiated else None)
                 if reason is None:
-                    named = implementation is not None
-                    return Decision(self.name, name, launch, source, named, rejected)
-            rejected[name] = reason
+                    decision = Decision(
+                        self.name, name, launch_chip, interpret, forward, backward, named, rejected, request
+                    )
+                    return decision, found
+            rejected[name] = reason or ""
         if implementation is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
             raise Unsupported(f"{self.name}: no implementation can run this call ({reasons})")
+        what = "differentiate" if differentiated else "run"
         raise Unsupported(
-            f"{self.name}: implementation={implementation!r} cannot run this call: {rejected[implementation]}"
+            f"{self.name}: implementation={implementation!r} cannot {what} this call: {rejected[implementation]}"
         )
 
-    def _candidates_for(self, config: Any, candidates: tuple[str, ...], named: str | None) -> tuple[str, ...]:
-        """The candidates that take a config of this type; none is an error."""
-        takes = {name: getattr(self.module(name), "Config", None) for name in self.implementations}
-        fitting = tuple(name for name in candidates if takes[name] is type(config))
+    def _for_architecture(self, name: str, chip: Chip) -> tuple[Implementation | None, str | None]:
+        """The implementation for the chip's architecture, or why there is none."""
+        every = self.architectures(name)
+        for one in every:
+            if one.architecture is None or one.architecture == chip.compute_capability:
+                return one, None
+        written = ", ".join(_architecture_name(one.architecture) for one in every)
+        has = "an unknown one" if chip.compute_capability is None else ".".join(map(str, chip.compute_capability))
+        return None, (
+            f"it is written for {written}, and this is a {chip.name} with compute capability {has}; "
+            f"use implementation={self.plain!r}"
+        )
+
+    def _candidates_for(self, configs: tuple[Any, ...], named: str | None) -> tuple[str, ...]:
+        """The implementations, or the named one, that take configs of these types; none is an error."""
+        takes = {
+            name: [config for one in self.architectures(name) for config in one.configs]
+            for name in self.implementations
+        }
+        candidates = self.implementations if named is None else (named,)
+        fitting = tuple(name for name in candidates if all(type(config) in takes[name] for config in configs))
         if fitting:
             return fitting
-        known = ", ".join(f"{cls.__name__} for {name!r}" for name, cls in takes.items() if cls)
+        known = ", ".join(f"{config.__name__} for {name!r}" for name, each in takes.items() for config in each)
         whose = f"implementation={named!r} of {self.name}" if named else self.name
-        raise TypeError(f"config={config!r} is not a config that {whose} takes; configs: {known}")
+        shown = configs[0] if len(configs) == 1 else configs
+        raise TypeError(f"config={shown!r} is not a config that {whose} takes; configs: {known or 'none'}")
 
     def _place(self, name: str, chip: Chip, interpret: Interpret | None, *, named: bool) -> tuple[Chip, str | None]:
         """The chip that implementation `name` is to be configured for, and why it cannot run there, if it cannot."""
@@ -189,6 +240,50 @@ class Op:
             f"it is a {word} kernel and {described}; use implementation='{self.plain}', "
             f"or run the kernel in its interpreter with tilewright.interpret()"
         )
+
+
+def _architecture_name(architecture: tuple[int, int] | None) -> str:
+    names = {(9, 0): "Hopper GPUs (compute capability 9.0: H100, H200)"}
+    return names.get(architecture or (0, 0), f"compute capability {architecture}")
+
+
+def _decide_pass(
+    one: Pass, direction: str, call: Call, chip: Chip, configs: tuple[Config, ...], interpret: Interpret | None
+) -> PassDecision:
+    config, source = one.config_for(chip, call, configs)
+    launch = Launch(chip, config, interpret)
+    return PassDecision(launch, source, one.refusal(call, launch, direction), one.note)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """How a call was asked for: static, and enough to decide again for the call that reaches an implementation."""
+
+    op: Op
+    implementation: str | None
+    configs: tuple[Config, ...]
+    chip: Chip
+    interpret: Interpret | None
+
+    def decide(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> tuple[Decision, Implementation]:
+        """`chosen` is what ran the forward pass of a call, where the backward pass of it is decided."""
+        return self.op._decide(self, call, chosen or self.implementation, differentiated=differentiated)
+
+    def settle(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> Settled:
+        decision, found = self.decide(call, differentiated=differentiated, chosen=chosen)
+        assert decision.forward.launch is not None
+        return Settled(decision.implementation, found, decision.forward.launch, decision.backward.launch, decision)
+
+    def note(self, decision: Decision) -> None:
+        # JAX may trace a call twice to differentiate it: inside of `jax.jit` for its value, and again for what is saved.
+        if any(one.request is decision.request and one == decision for one in _noted.get() or ()):
+            return
+        _note(decision)
+
+    def forget(self, decision: Decision) -> None:
+        noted = _noted.get()
+        if noted is not None:
+            noted[:] = [one for one in noted if one is not decision]
 
 
 _registry: dict[str, Op] = {}
@@ -211,7 +306,8 @@ def find_op(name: str) -> Op:
     return _registry[name]
 
 
-# Decisions are noted here while `explain` traces. The user context makes JAX's caches miss, so that every op decides anew.
+# Decisions are noted here while `explain` traces. The user context makes JAX's caches miss, so that every op decides
+# anew.
 _noted: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar("tilewright_decisions", default=None)
 _explaining = jax.make_user_context(0)
 _explain_calls = itertools.count(1)

@@ -1,8 +1,8 @@
-"""Arrays inside `shard_map`: which mesh axes a value varies over, and how to make several values agree.
+"""Arrays inside `shard_map`: the mesh axes that a value varies over, and casts that make several values agree.
 
 Inside `shard_map` a replicated weight and a sharded activation have different types. An op with a hand-written gradient
-must see one type, or its weight gradient would be one shard's own. Casting the weight to "varying" before the op does
-it: the transpose of that cast is the sum over the mesh axis.
+must see one type, or the weight gradient would be that of a single shard. So the weight is cast to "varying" before the
+op: the transpose of that cast is the sum over the mesh axis.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
 
 
 def vary_over(array: Any, axes: frozenset[str]) -> Any:
-    """`array` as a value that varies over all of `axes`."""
+    """`array`, cast to vary over all of `axes`."""
     if array is None:
         return array
     missing = axes - jax.typeof(array).manual_axis_type.varying
@@ -30,5 +30,5 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
 
 
 def output_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
-    """A `pallas_call` output that varies over the mesh axes that `like` does."""
+    """The shape of a `pallas_call` output that varies over the same mesh axes as `like`."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)

@@ -1,15 +1,15 @@
-"""How far a result is from the oracle, where it is worst, and whether that is close enough.
+"""The error of a result against the oracle, where it is largest, and whether it is within bounds.
 
 The oracle is the op's `reference` evaluated in float64. A result passes when its error is at most twice that of the
 plain version in the same dtype, plus a tiny floor:
 
     err(implementation, oracle) <= 2 * err(reference in the same dtype, oracle) + floor
 
-for the largest pointwise error and for the relative error (in the 2-norm) alike. So a float32 kernel is held to what
-float32 can do and a bfloat16 kernel to what bfloat16 can do, with no tolerance to choose. The plain version sums in
-float32, and its products take operands of the inputs' dtype, in the backward too (`round_gradient`). The floor is eight
-float32 roundings of the largest value: the two versions may add in another order. A NaN or infinity that the oracle does
-not have, too, never passes.
+both for the largest pointwise error and for the relative error in the 2-norm. So a float32 kernel is held to float32
+precision and a bfloat16 kernel to bfloat16 precision, with no tolerance to choose. The plain version accumulates in
+float32, and its products take operands of the inputs' dtype, in the backward pass too (`round_gradient`). The floor is
+eight float32 roundings of the largest value, since the two versions may sum in a different order. A NaN or infinity
+where the oracle has none never passes.
 """
 
 import functools
@@ -25,24 +25,24 @@ FLOOR = 8 * float(np.finfo(np.float32).eps)
 
 
 def accumulator(dtype: Any) -> np.dtype:
-    """The dtype that sums and statistics of `dtype` are kept in: float32, and float64 for the oracle."""
+    """The dtype of sums and statistics over `dtype`: float32, and float64 for the oracle."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """The values that are left of x in `dtype`, in x's own dtype.
+    """x rounded to `dtype`, returned in x's own dtype.
 
-    A cast there and back may leave more: XLA takes such a pair out on a GPU, for the excess precision.
+    A cast to `dtype` and back is not enough: on a GPU, XLA removes such a pair (excess precision).
     """
     return jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def round_gradient(x: jax.Array, dtype: Any) -> jax.Array:
-    """The argument itself; its gradient is rounded to `dtype` on the way back.
+    """Returns x; its gradient is rounded to `dtype`.
 
-    For references. A product of bfloat16 arrays with a float32 result has a float32 gradient, and autodiff would multiply
-    that by bfloat16 in full float32, which no matrix unit does: the plain version would be better than plain.
+    For references. A product of bfloat16 arrays with a float32 result has a float32 cotangent, which autodiff would
+    multiply by bfloat16 in full float32. No matrix unit does that, so the baseline would be too accurate.
     """
     del dtype
     return x
@@ -56,7 +56,7 @@ round_gradient.defvjp(
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """The distance between a result and what it should be."""
+    """The error of a result against the expected values."""
 
     max_abs: float
     mean_abs: float
@@ -65,15 +65,15 @@ class Discrepancy:
     scale: float
     """The largest magnitude in `want`."""
     worst: tuple[int, ...]
-    """The index of the largest error, or of the first element that is not finite where it should be."""
+    """The index of the largest error, or of the first element that is counted in `not_finite`."""
     got_at_worst: float
     want_at_worst: float
     not_finite: int
-    """Elements that are NaN or infinite without the oracle's being the same."""
+    """The number of elements that are NaN or infinite where the oracle is not the same."""
 
 
 def discrepancy(got: Any, want: Any) -> Discrepancy:
-    """Compare elementwise, in float64. Shapes must be equal."""
+    """Compares elementwise in float64. The shapes must be equal."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         raise ValueError(f"got has shape {got.shape} and want has {want.shape}; they must be equal")
@@ -101,7 +101,7 @@ def discrepancy(got: Any, want: Any) -> Discrepancy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A discrepancy held against the plain version's, by the rule of this module."""
+    """A result's discrepancy, and the bounds that follow from the plain version's by the rule of this module."""
 
     error: Discrepancy
     baseline: Discrepancy
@@ -129,7 +129,7 @@ class Verdict:
 
 
 def judge(got: Any, plain: Any, oracle: Any) -> Verdict:
-    """Hold `got` against the oracle by the 2x rule, with `plain` as the same-dtype baseline."""
+    """Compares `got` with the oracle by the 2x rule, with `plain` as the baseline of the same dtype."""
     baseline = discrepancy(plain, oracle)
     return Verdict(
         error=discrepancy(got, oracle),

@@ -1,7 +1,7 @@
-"""For which chip the ops are traced, and whether Pallas kernels run compiled or in their interpreters.
+"""The chip that ops are traced for, and whether Pallas kernels run compiled or in their interpreters.
 
-Both are contexts that JAX's caches know of: a jitted function that was traced for the local device is traced anew inside
-`with target("v6e"):`, and the other way round.
+Both are contexts that are part of JAX's cache keys: a jitted function that was traced for the local device is traced
+again inside `with target("v6e"):`, and vice versa.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from jax.core import Tracer
 
 from tilewright.core.chip import Chip, Device
 
-# What a kernel is configured for when it is interpreted on a machine that has no such chip, and no target is set.
+# The chip that an interpreted kernel is configured for, where the machine has no such chip and no target is set.
 INTERPRETED_AS = {"tpu": "v6e", "gpu": "h100"}
-# Of JAX's CPU, for an interpreted GPU kernel: its warpgroups wait for each other, each in a thread.
+# Threads of JAX's CPU backend that an interpreted GPU kernel needs: one per warpgroup, since they wait for each other.
 _INTERPRETER_THREADS = 4
 
 _target = jax.make_user_context(None)
@@ -36,10 +36,10 @@ class Interpret:
 
 @contextlib.contextmanager
 def target(chip: str | Chip) -> Iterator[Chip]:
-    """Trace for `chip` instead of the local device: dispatch and block sizes are that chip's.
+    """Traces for `chip` instead of the local device: dispatch and block sizes are that chip's.
 
     `with tilewright.target("v6e"): jax.jit(f).trace(x).lower(lowering_platforms=("tpu",))` lowers a TPU kernel on a
-    machine without one. Running what was traced so needs that chip, or `tilewright.interpret()` beside it.
+    machine without a TPU. Running the result needs that chip, or `tilewright.interpret()` in addition.
     """
     chip = Chip.named(chip) if isinstance(chip, str) else chip
     with _target(chip):
@@ -48,20 +48,26 @@ def target(chip: str | Chip) -> Iterator[Chip]:
 
 @contextlib.contextmanager
 def interpret(*, detect_races: bool = False, plain: bool = False) -> Iterator[None]:
-    """Run TPU and GPU kernels in Pallas' interpreters, on any device.
+    """Runs TPU and GPU kernels in Pallas' interpreters, on any device.
 
-    It decides how a kernel runs, not which one: `implementation="pallas_tpu"` then works on a CPU, and
-    `implementation=None` still takes what suits the device or the `target`.
+    It changes how a kernel runs, not which implementation is chosen: `implementation="pallas_tpu"` works on a CPU, and
+    `implementation=None` still takes the best implementation for the device or the `target`.
 
-    The interpreter simulates the chip's memories and copies; uninitialised memory reads as NaN. With `detect_races=True`
-    a data race is an error in jax 0.12 and printed by 0.11; `finding_races` has both raise. It works through callbacks,
-    which `jax.vmap` and `jax.checkpoint` do not take: `plain=True` is for these, an interpreter without the simulation.
-    Most GPU kernels need four threads of JAX's CPU: with fewer cores, set JAX_NUM_CPU_DEVICES=4 (`tilewright check` does).
+    The interpreter simulates the chip's memories and copies; uninitialised memory reads as NaN. With
+    `detect_races=True` a data race is an error in jax 0.12 and is only printed by 0.11; `finding_races` raises in both.
+    The interpreter works through callbacks, which `jax.vmap` and `jax.checkpoint` do not support. `plain=True` takes an
+    interpreter without the simulation, for these. Most GPU kernels need four threads of JAX's CPU backend: on a machine
+    with fewer cores, set JAX_NUM_CPU_DEVICES=4 (`tilewright check` does).
     """
     if plain and detect_races:
-        raise ValueError("plain=True has no memory to find races in; leave plain or detect_races out")
+        raise ValueError("plain=True has no memory to find races in; omit plain or detect_races")
     with _interpret(Interpret(detect_races, plain)):
         yield
+
+
+def interpreting_as(how: Interpret | None) -> contextlib.AbstractContextManager[Any]:
+    """Makes `how`, an earlier `current_interpret()`, current again."""
+    return _interpret(how)
 
 
 def current_target() -> Chip | None:
@@ -81,7 +87,7 @@ def default_device() -> Device:
 
 
 def current_chip(arrays: tuple[Any, ...] = ()) -> Chip:
-    """The target's chip if one is set; else that of the arrays, where they are concrete; else the default device's."""
+    """The target if one is set; else the chip of the arrays, where they are concrete; else the default device's."""
     if (chip := current_target()) is not None:
         return chip
     concrete = [a for a in arrays if isinstance(a, jax.Array) and not isinstance(a, Tracer)]
@@ -91,7 +97,7 @@ def current_chip(arrays: tuple[Any, ...] = ()) -> Chip:
 
 
 def tpu_interpret_params(how: Interpret | None) -> Any:
-    """What `pl.pallas_call(interpret=...)` takes for a TPU kernel."""
+    """The value of `pl.pallas_call(interpret=...)` for a TPU kernel."""
     if how is None or how.plain:
         return how is not None
     from jax.experimental.pallas import tpu as pltpu
@@ -100,16 +106,16 @@ def tpu_interpret_params(how: Interpret | None) -> Any:
 
 
 def gpu_interpret_params(how: Interpret | None, *, alone: bool = False) -> Any:
-    """What `plgpu.kernel(interpret=...)` takes for a Mosaic GPU kernel. It has no plain interpreter: there is one only.
+    """The value of `plgpu.kernel(interpret=...)` for a Mosaic GPU kernel. Mosaic GPU has no plain interpreter.
 
-    `alone`: the kernel is of one warpgroup, which waits for no other.
+    `alone`: the kernel has a single warpgroup, so no thread waits for another.
     """
     if how is None:
         return None
     if not alone and (threads := max(_cores(), len(jax.devices("cpu")))) < _INTERPRETER_THREADS:
         raise RuntimeError(
-            f"Pallas' interpreter for GPUs would wait forever: it has a thread for each warpgroup, and JAX's CPU has "
-            f"{threads} here; set JAX_NUM_CPU_DEVICES={_INTERPRETER_THREADS} before JAX starts"
+            f"Pallas' interpreter for GPUs would deadlock: it needs one thread per warpgroup, and JAX's CPU backend has "
+            f"{threads}; set JAX_NUM_CPU_DEVICES={_INTERPRETER_THREADS} before JAX starts"
         )
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -117,16 +123,15 @@ def gpu_interpret_params(how: Interpret | None, *, alone: bool = False) -> Any:
 
 
 def make_room_for_interpreters() -> None:
-    """As many threads for JAX's CPU as interpreted kernels need, unless it has started or been told how many devices.
-
-    It has a thread for each core, or for each of its devices if there are more.
+    """Gives JAX's CPU backend the threads that interpreted kernels need, if it has not started and its number of
+    devices is not set. It has one thread per core, or one per device if there are more devices.
     """
-    told = jax.config.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get(
+    is_set = jax.config.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
     )
-    if told or _cores() >= _INTERPRETER_THREADS:
+    if is_set or _cores() >= _INTERPRETER_THREADS:
         return
-    with contextlib.suppress(RuntimeError):  # It has started.
+    with contextlib.suppress(RuntimeError):  # The backend has started.
         jax.config.update("jax_num_cpu_devices", _INTERPRETER_THREADS)
 
 
@@ -135,12 +140,12 @@ def _cores() -> int:
 
 
 class RaceDetected(RuntimeError):
-    """A kernel has a data race. The text has the two accesses."""
+    """A kernel has a data race. The text names the two accesses."""
 
 
 @contextlib.contextmanager
 def finding_races() -> Iterator[None]:
-    """Run kernels in their interpreters with race detection, and raise `RaceDetected` where one has a race."""
+    """Runs kernels in their interpreters with race detection, and raises `RaceDetected` where one has a race."""
     with interpret(detect_races=True):
         try:
             yield
@@ -149,7 +154,7 @@ def finding_races() -> Iterator[None]:
                 raise
             _reset_interpreters()
             raise RaceDetected(_accesses(str(error))) from error
-    # jax 0.11 prints a race and goes on.
+    # jax 0.11 prints a race and continues.
     if _race_was_noted():
         _reset_interpreters()
         raise RaceDetected("the interpreter printed the two accesses above")
@@ -166,7 +171,7 @@ def _race_was_noted() -> bool:
         ("jax._src.pallas.mosaic.interpret.interpret_pallas_call", "races"),
         ("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks", "_races"),
     ):
-        # Only an interpreter that ran has been imported.
+        # An interpreter that has not run is not imported.
         state = getattr(sys.modules.get(name), attribute, None)
         if state is not None and state.races_found:
             return True
@@ -174,7 +179,7 @@ def _race_was_noted() -> bool:
 
 
 def _reset_interpreters() -> None:
-    """After an error the interpreters do not start again by themselves."""
+    """Resets the interpreters, which otherwise stay in their error state."""
     from jax.experimental.pallas import tpu as pltpu
 
     pltpu.reset_tpu_interpret_mode_state()

@@ -1,0 +1,60 @@
+"""Every config that an op's `config=` takes, in one place.
+
+    import tilewright
+    tilewright.rms_norm(x, w, config=tilewright.configs.NormTpuForward(block_n=256, tile_n=64))
+
+A name is family, backend (`Xla`, `Tpu`, or a GPU architecture such as `Sm90`) and direction. `config=` takes one config
+or a tuple of them, one per direction; a direction without one takes the heuristic's. `tilewright.explain` shows the
+configs of a call as expressions that can be pasted back.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from tilewright.core.config import Config as Config
+from tilewright.ops.attention.config import AttentionSm90Backward as AttentionSm90Backward
+from tilewright.ops.attention.config import AttentionSm90Forward as AttentionSm90Forward
+from tilewright.ops.attention.config import AttentionTpuBackward as AttentionTpuBackward
+from tilewright.ops.attention.config import AttentionTpuForward as AttentionTpuForward
+from tilewright.ops.attention.config import AttentionXlaBackward as AttentionXlaBackward
+from tilewright.ops.attention.config import AttentionXlaForward as AttentionXlaForward
+from tilewright.ops.attention.decode.config import DecodeSm90Forward as DecodeSm90Forward
+from tilewright.ops.attention.decode.config import DecodeTpuForward as DecodeTpuForward
+from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward as DeltaRuleSm90Backward
+from tilewright.ops.delta_rule.config import DeltaRuleSm90Forward as DeltaRuleSm90Forward
+from tilewright.ops.delta_rule.config import DeltaRuleTpuBackward as DeltaRuleTpuBackward
+from tilewright.ops.delta_rule.config import DeltaRuleTpuForward as DeltaRuleTpuForward
+from tilewright.ops.delta_rule.config import DeltaRuleXlaForward as DeltaRuleXlaForward
+from tilewright.ops.delta_rule.step.config import DeltaRuleStepSm90Forward as DeltaRuleStepSm90Forward
+from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropySm90Backward as LinearCrossEntropySm90Backward
+from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropySm90Forward as LinearCrossEntropySm90Forward
+from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuBackward as LinearCrossEntropyTpuBackward
+from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuForward as LinearCrossEntropyTpuForward
+from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyXlaBackward as LinearCrossEntropyXlaBackward
+from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyXlaForward as LinearCrossEntropyXlaForward
+from tilewright.ops.norm.config import NormTpuBackward as NormTpuBackward
+from tilewright.ops.norm.config import NormTpuForward as NormTpuForward
+from tilewright.ops.short_conv.config import ShortConvTpuBackward as ShortConvTpuBackward
+from tilewright.ops.short_conv.config import ShortConvTpuForward as ShortConvTpuForward
+
+
+def to_json(config: Config) -> str:
+    """A config as JSON text."""
+    return json.dumps(config.to_json())
+
+
+def from_json(text: str) -> Config:
+    """The config that `to_json` wrote. An unknown class or field, or a value that the class refuses, is a
+    ValueError.
+    """
+    fields: dict[str, Any] = json.loads(text)
+    name = fields.pop("config", None)
+    kind = globals().get(name) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, Config)):
+        raise ValueError(f"config={name!r} is not a config of tilewright; see tilewright.configs")
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ValueError(f"{name} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+    return kind(**fields)

@@ -1,0 +1,48 @@
+"""Block sizes and the like of one implementation and direction: what a tuner searches and a caller may override.
+
+A family's `config.py` declares its configs; `tilewright.configs` has all of them. A config is frozen, validates itself
+when it is built, prints as an expression that can be pasted back, and goes to JSON and back (`to_json`,
+`tilewright.configs.from_json`).
+"""
+
+import dataclasses
+from typing import Any, dataclass_transform
+
+
+@dataclass_transform(frozen_default=True)
+class Config:
+    """Base of the configs. Subclasses are frozen dataclasses; they validate in `__post_init__`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclasses.dataclass(frozen=True, repr=False)(cls)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self._values().items())
+        return f"tilewright.configs.{type(self).__name__}({values})"
+
+    def to_json(self) -> dict[str, Any]:
+        """This config as a JSON object: its class by name, then its fields."""
+        return {"config": type(self).__name__, **self._values()}
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def check_integers(
+        self, *names: str, least: int = 1, multiple: int = 1, why: str = "", use: Any = None, otherwise: str = ""
+    ) -> None:
+        """Raises where a field is not an integer of at least `least` and a multiple of `multiple`.
+
+        `why` is the reason for the rule, such as "TPU lanes". The remedy is `use`, or the nearest value that is allowed;
+        `otherwise` is another way out, such as "implementation='xla'".
+        """
+        for name in names:
+            value = getattr(self, name)
+            integer = isinstance(value, int) and not isinstance(value, bool)
+            if integer and value >= least and value % multiple == 0:
+                continue
+            rule = f"a positive multiple of {multiple}" if multiple > 1 else f"{least} or more"
+            rule = "a positive integer" if (multiple, least) == (1, 1) else rule
+            nearest = max(least, multiple, round(value / multiple) * multiple) if integer else max(least, multiple)
+            because, way_out = f" ({why})" if why else "", f", or {otherwise}" if otherwise else ""
+            raise ValueError(f"{name}={value!r} must be {rule}{because}; use {use or nearest}{way_out}")

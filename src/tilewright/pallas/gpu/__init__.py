@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels: named arguments, pipelines, tile schedulers, the GEMM main loop, wgmma."""

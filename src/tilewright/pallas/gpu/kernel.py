@@ -1,0 +1,192 @@
+"""Mosaic GPU kernels whose arguments are declared once and received by name.
+
+    outputs = run_kernel(
+        functools.partial(_scale_kernel, factor=2.0),
+        name="scale",
+        inputs={"x": x},
+        outputs={"y": jax.ShapeDtypeStruct(x.shape, x.dtype)},
+        scratch={"x_smem": tile(64, 64, dtype=x.dtype), "full": plgpu.Barrier(num_arrivals=1)},
+        grid={"row": x.shape[0] // 64},
+    )
+    y = outputs["y"]
+
+`_scale_kernel(*, x_ref, y_ref, x_smem, full, factor)` takes each of them as a ref: inputs and outputs with `_ref`
+behind their names, scratch as it is named. One that is None is not passed to the kernel, and the body receives None.
+`smem_bytes` adds up the shared memory of the same `scratch`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.core.chip import Chip
+from tilewright.core.manual_axes import output_like, varying_axes
+from tilewright.core.target import current_interpret, gpu_interpret_params
+
+_SWIZZLE_BYTES = 128
+_BARRIER_BYTES = 8
+_ALIGNMENT = 1024  # Of each buffer in shared memory.
+_REDUCTION_BYTES = 2048  # The default of Pallas (`reduction_scratch_bytes`).
+
+
+def interpreted() -> bool:
+    """Whether kernels that are traced now run in Pallas' interpreter. For the toolkit: kernel bodies need not ask."""
+    return current_interpret() is not None
+
+
+def processors(chip: Chip) -> int:
+    """Thread blocks of a persistent kernel. The interpreter runs them in turn: two show everything that many would."""
+    return 2 if interpreted() else chip.multiprocessors or 1
+
+
+def compiler_params(
+    *, automatic_barriers: bool = False, approximate_math: bool = True, inferred_layouts: bool = False
+) -> plgpu.CompilerParams:
+    """Lane-level semantics: layouts follow from the operands, where inferring them takes minutes for long kernels.
+
+    With `automatic_barriers` Pallas puts a barrier before and after every store to shared memory. Without them, either
+    the warps that store a tile are those that read it, or the kernel calls `commit_smem` in between.
+    With `inferred_layouts` Pallas infers the layouts after all (its default, warpgroup-level semantics).
+    """
+    default = plgpu.CompilerParams()
+    return plgpu.CompilerParams(
+        approx_math=approximate_math,
+        lowering_semantics=default.lowering_semantics if inferred_layouts else plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=not automatic_barriers,
+    )
+
+
+def run_kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    scratch: Mapping[str, Any],
+    grid: Mapping[str, int],
+    cluster: Mapping[str, int] | None = None,
+    warpgroups: int | None = None,
+    warpgroup_axis: str = "warpgroup",
+    params: plgpu.CompilerParams | None = None,
+) -> dict[str, Any]:
+    """Runs a kernel and returns its outputs by name; None for those declared as None.
+
+    `grid` and `cluster` map axis names to sizes. `warpgroups`, where it is given, are the warpgroups of a thread block,
+    along the axis `warpgroup_axis`. Outputs vary over the mesh axes that the inputs vary over.
+    """
+    given = {key: value for key, value in inputs.items() if value is not None}
+    made = {key: value for key, value in outputs.items() if value is not None}
+    buffers = {key: value for key, value in scratch.items() if value is not None}
+    names = (*(f"{key}_ref" for key in (*given, *made)), *buffers)
+    every = (*(f"{key}_ref" for key in (*inputs, *outputs)), *scratch)
+    like = next(iter(given.values()))
+
+    def by_name(*refs: Any) -> None:
+        body(**dict.fromkeys(every) | dict(zip(names, refs, strict=True)))
+
+    kernel = plgpu.kernel(
+        by_name,
+        out_type=[output_like(value.shape, value.dtype, like) for value in made.values()],
+        scratch_types=list(buffers.values()),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        **({"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)} if cluster else {}),
+        **({} if warpgroups is None else {"num_threads": warpgroups, "thread_name": warpgroup_axis}),
+        compiler_params=params or compiler_params(),
+        interpret=gpu_interpret_params(current_interpret(), alone=warpgroups is None),
+        kernel_name=name,
+    )
+    results = kernel(*given.values())
+    return dict(zip(made, results, strict=True)) | dict.fromkeys(key for key in outputs if outputs[key] is None)
+
+
+def smem_bytes(scratch: Mapping[str, Any], *, reductions: bool = False) -> int:
+    """The shared memory that a kernel's scratch takes: each buffer aligned, barriers of 8 bytes each.
+
+    `reductions`: the kernel reduces tiles in registers, for which Pallas takes scratch of its own.
+    """
+    total = _REDUCTION_BYTES if reductions else 0
+    for buffer in scratch.values():
+        if buffer is None:
+            continue
+        if isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier):
+            count = buffer.num_barriers
+            total += _BARRIER_BYTES * (count if isinstance(count, int) else math.prod(count))
+            continue
+        aval = buffer.inner_aval
+        total += -(-math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+    return total
+
+
+def tile(*shape: int, dtype: Any) -> Any:
+    """Shared memory for operands of the tensor cores, [..., rows, columns], swizzled; columns are a multiple of 32
+    bytes.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(_SWIZZLE_BYTES, shape[-1] * itemsize)
+    transforms = (
+        plgpu.TilingTransform((8, swizzle // itemsize)),  # type: ignore[abstract]
+        plgpu.SwizzleTransform(swizzle),  # type: ignore[abstract]
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """The array with zeros behind it along an axis, to a multiple."""
+    missing = -array.shape[axis] % multiple
+    if not missing:
+        return array
+    return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
+
+
+def run_in_place(
+    body: Callable[..., None],
+    *,
+    name: str,
+    state: jax.Array,
+    inputs: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, Any],
+    grid: Mapping[str, int],
+) -> tuple[dict[str, Any], jax.Array]:
+    """Runs a kernel of one warpgroup per block that updates `state` in place; returns its outputs by name, and the new
+    state.
+
+    `body` takes refs by name: `state_ref`, `new_state_ref`, and the inputs and outputs as in `run_kernel`; an input may
+    be None. The two states are one buffer: XLA copies it first unless it is used nowhere else, because it is donated or
+    a loop carries it. `plgpu.kernel` cannot express that, and `pl.kernel`, which can, does not take values that vary
+    over a mesh: inside `shard_map` there are two buffers.
+    """
+    common: dict[str, Any] = {
+        "compiler_params": compiler_params(approximate_math=False),
+        "interpret": gpu_interpret_params(current_interpret(), alone=True),
+    }
+    mesh: dict[str, Any] = {"grid": tuple(grid.values()), "grid_names": tuple(grid)}
+    types = [output_like(value.shape, value.dtype, state) for value in outputs.values()]
+    given = tuple(value for value in inputs.values() if value is not None)
+    names = [f"{key}_ref" for key in (*(key for key, value in inputs.items() if value is not None), *outputs)]
+    absent = dict.fromkeys(f"{key}_ref" for key, value in inputs.items() if value is None)
+
+    def named(refs: Any) -> dict[str, Any]:
+        return absent | dict(zip(names, refs, strict=True))
+
+    if varying_axes(state, *given):
+
+        def apart(state_ref: Any, *refs: Any) -> None:
+            body(state_ref=state_ref, new_state_ref=refs[-1], **named(refs[:-1]))
+
+        types.append(output_like(state.shape, state.dtype, state))
+        *results, new_state = plgpu.kernel(apart, out_type=types, kernel_name=name, **mesh, **common)(state, *given)
+        return dict(zip(outputs, results, strict=True)), new_state
+
+    def in_place(state_ref: Any, *refs: Any) -> None:
+        body(state_ref=state_ref, new_state_ref=state_ref, **named(refs))
+
+    ref = jax.new_ref(state)
+    kernel: Any = pl.kernel(in_place, out_type=tuple(types), mesh=plgpu.Mesh(**mesh), name=name, **common)
+    results = kernel(ref, *given)
+    return dict(zip(outputs, results, strict=True)), jax.freeze(ref)

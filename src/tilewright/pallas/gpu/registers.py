@@ -1,0 +1,133 @@
+"""Values in the registers of a warpgroup: layouts, loads and stores, bf16x2 splits, and Mosaic's own operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from tilewright.pallas.gpu.kernel import interpreted
+from tilewright.pallas.gpu.wgmma import Accumulator
+
+WGMMA = plgpu.Layout.WGMMA
+LOG2_E = 1.4426950408889634
+_WARPS = 4  # Of a warpgroup.
+
+# bf16x2: a float32 number as its bfloat16 (hi) and the rest (lo). bf16x3: the hi*hi, hi*lo and lo*hi terms of a product
+# of two # such numbers; lo*lo is below float32 precision.
+BF16X3 = (0, 0), (0, 1), (1, 0)
+
+
+def transposed(ref: Any) -> Any:
+    """A view of a tile in shared memory with its two axes exchanged."""
+    return ref.transpose((1, 0))
+
+
+def load_row_vector(ref: Any) -> jax.Array:
+    """A vector with one element per row of a wgmma tile."""
+    return plgpu.load(ref, layout=WGMMA.reduce(1), optimized=False)
+
+
+def along_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A vector with one element per row, repeated over the columns of a tile."""
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def load_along_rows(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    """Loads one element per row of a tile and repeats it over the columns."""
+    return along_rows(load_row_vector(ref), shape)
+
+
+def load_along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    """Loads one element per column of a tile and repeats it over the rows."""
+    return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False), shape, [1])
+
+
+def column_indices(shape: tuple[int, int], first: Any) -> jax.Array:
+    """The index of each element's column in a tile whose first column is `first`."""
+    return first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+
+
+def upcast(x: jax.Array) -> jax.Array:
+    """bfloat16 as float32, by shifting its bits.
+
+    `astype` gives the same values. But where x was rounded from float32, the compiler then repeats the rounding for
+    `astype` alone, element by element on the special function unit, which has an eighth of the throughput.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(lax.shift_left(bits, jnp.uint32(16)), jnp.float32)
+
+
+def split_hi_lo(x: jax.Array, *, by_conversion: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The bf16x2 split of a float32 tile. `by_conversion` upcasts with `astype` instead of `upcast`; the values are the
+    same.
+    """
+    hi = x.astype(jnp.bfloat16)
+    wide = hi.astype(jnp.float32) if by_conversion else upcast(hi)
+    return hi, (x - wide).astype(jnp.bfloat16)
+
+
+def add_hi_lo(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], y: Any) -> None:
+    """Adds x y, where x is split (bf16x2) and y is a tile."""
+    for part in x:
+        accumulator.add(part, y)
+
+
+def opaque_zero(index: Any) -> Any:
+    """Returns a zero that the compiler cannot fold, made from a loop index below 2^30.
+
+    Adding it to an address or a mask keeps that inside the loop. Otherwise the compiler hoists the descriptors of all
+    operands out of the loop, two registers each, spills them where registers are short, and each product waits until
+    they are loaded back.
+    """
+    return lax.shift_right_logical(index, jnp.int32(30))
+
+
+def few_rows(rows: int, lanes: int, channels: int) -> Any:
+    """A layout for a tile of few rows, a multiple of 4: each warp holds a quarter of the rows, and `lanes` threads hold
+    one row.
+
+    A thread holds `channels` adjacent elements of a row; wider tiles repeat that.
+    """
+    columns = lanes * channels
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((rows, columns), (rows // _WARPS, columns), (channels,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores to global memory in pieces of less than a cache line. jax 0.12 rejects that unless it is asked for."""
+    unoptimized = getattr(plgpu, "store", None)
+    if unoptimized is None:
+        ref[...] = value
+    else:
+        unoptimized(ref, value, optimized=False)
+
+
+def inline_mosaic(body: Callable[..., Any], *arguments: Any, out: jax.ShapeDtypeStruct | None = None) -> Any:
+    """Calls `body`, which is written in Mosaic GPU's own operations, with refs and tiles. It returns a tile, or
+    nothing.
+    """
+    types = tuple(WGMMA if isinstance(argument, jax.Array) else plgpu.RefType() for argument in arguments)
+    returned = None if out is None else plgpu.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype), layout=WGMMA)
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=returned)
+    return inline(lambda _, *given: body(*given))(*arguments)
+
+
+def to_int32(x: jax.Array) -> jax.Array:
+    """A float32 tile truncated to int32. Elements must be in range: `astype` would clamp, at two instructions per
+    element.
+    """
+    if interpreted():
+        return x.astype(jnp.int32)
+
+    def convert(x: Any) -> Any:
+        return x.astype(ir.IntegerType.get_signless(32), is_signed=True)
+
+    return inline_mosaic(convert, x, out=jax.ShapeDtypeStruct(x.shape, jnp.int32))

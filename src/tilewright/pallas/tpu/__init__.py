@@ -1,0 +1,1 @@
+"""Mosaic TPU kernels: named arguments, block specs, VMEM estimates."""

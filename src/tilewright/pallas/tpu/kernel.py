@@ -1,0 +1,161 @@
+"""Mosaic TPU kernels whose arguments are declared once: received by name, and added up for a VMEM estimate.
+
+    kernel = Kernel(
+        name="scale",
+        grid={"row": Axis(pl.cdiv(n, block_n), "parallel")},
+        inputs={"x": Block((block_n, d), x.dtype, lambda i: (i, 0))},
+        outputs={"y": Output((n, d), Block((block_n, d), x.dtype, lambda i: (i, 0)))},
+    )
+    kernel.vmem_bytes()
+    y = kernel.run(functools.partial(_scale_kernel, factor=2.0), {"x": x}, chip=chip)["y"]
+
+`_scale_kernel(*, x_ref, y_ref, factor)` takes each of them as a ref: inputs and outputs with `_ref` behind their names,
+scratch as it is named. An argument that is declared as None is not passed to the kernel, and the body receives None.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tilewright.core.chip import LANES, SUBLANES, Chip
+from tilewright.core.manual_axes import output_like
+from tilewright.core.target import current_interpret, tpu_interpret_params
+
+_PIPELINE_BUFFERS = 2  # Pallas fetches the next block while this one is used.
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of the grid: its size, and whether its steps may run in any order and on either TensorCore."""
+
+    size: int
+    semantics: Literal["parallel", "arbitrary"] = "arbitrary"
+
+
+@dataclass(frozen=True)
+class Block:
+    """The block of an argument that a grid step sees. `index` maps grid indices (and prefetched refs) to block
+    indices.
+    """
+
+    shape: tuple[int | None, ...]
+    """An axis of None is an axis of the array that the block has one element of, and the ref does not have."""
+    dtype: Any
+    index: Callable[..., Any] | None = None
+    """None: the whole array, as one block that is fetched once."""
+    buffers: int = _PIPELINE_BUFFERS
+    memory: Any = None
+    """A memory space other than VMEM, such as `pl.ANY` for an argument that the kernel copies by itself."""
+
+    @property
+    def spec(self) -> pl.BlockSpec:
+        if self.memory is not None and self.index is None:
+            return pl.BlockSpec(memory_space=self.memory)
+        return pl.BlockSpec(self.shape, self.index, memory_space=self.memory)
+
+    def bytes(self) -> int:
+        return 0 if self.memory is not None else self.buffers * padded_bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output: the shape of the whole array, and its block."""
+
+    shape: tuple[int, ...]
+    block: Block
+
+
+def padded_bytes(shape: tuple[int | None, ...], dtype: Any) -> int:
+    """The VMEM of an array: its last axis padded to the lanes, the one before it to the sublanes of a tile of its
+    dtype.
+    """
+    sizes = [size for size in shape if size is not None]
+    itemsize = jnp.dtype(dtype).itemsize
+    rows = SUBLANES * max(1, _WORD_BYTES // itemsize)
+    *outer, second, last = [1, 1, *sizes]
+    return math.prod(outer) * (-(-second // rows) * rows) * (-(-last // LANES) * LANES) * itemsize
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's declaration."""
+
+    name: str
+    grid: Mapping[str, Axis]
+    inputs: Mapping[str, Block | None]
+    outputs: Mapping[str, Output | None]
+    scratch: Mapping[str, Any] = field(default_factory=dict)
+    """`pltpu.VMEM(...)`, `pltpu.SMEM(...)`, semaphores."""
+    prefetched: tuple[str, ...] = ()
+    """The names of arrays that are in scalar memory before the first step; index maps take their refs after the grid
+    indices."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Inputs whose buffers outputs reuse: {input: output}."""
+
+    def vmem_bytes(self, temporaries: int = 0) -> int:
+        """An estimate of the VMEM that the kernel needs: its blocks with their buffers, its scratch, and `temporaries`
+        beside.
+        """
+        blocks = [block for block in self.inputs.values() if block is not None]
+        blocks += [output.block for output in self.outputs.values() if output is not None]
+        total = sum(block.bytes() for block in blocks) + temporaries
+        for buffer in self.scratch.values():
+            if buffer is not None and getattr(buffer, "memory_space", None) == pltpu.VMEM:
+                total += padded_bytes(tuple(buffer.inner_aval.shape), buffer.inner_aval.dtype)
+        return total
+
+    def run(
+        self,
+        body: Callable[..., None],
+        arrays: Mapping[str, Any],
+        *,
+        chip: Chip,
+        cost: pl.CostEstimate | None = None,
+        vmem_limit_bytes: int | None = None,
+        **compiler_options: Any,
+    ) -> dict[str, Any]:
+        """Runs the kernel on arrays given by name, prefetched ones too, and returns its outputs by name (None where
+        declared so).
+
+        Outputs vary over the mesh axes that the inputs vary over. The kernel may use all of the chip's VMEM.
+        """
+        inputs = {name: block for name, block in self.inputs.items() if block is not None}
+        outputs = {name: output for name, output in self.outputs.items() if output is not None}
+        scratch = {name: buffer for name, buffer in self.scratch.items() if buffer is not None}
+        names = (*(f"{name}_ref" for name in (*self.prefetched, *inputs, *outputs)), *scratch)
+        every = (*(f"{name}_ref" for name in (*self.inputs, *self.outputs)), *self.scratch)
+        like = arrays[next(iter(inputs))]
+
+        def by_name(*refs: Any) -> None:
+            body(**dict.fromkeys(every) | dict(zip(names, refs, strict=True)))
+
+        position = {name: n for n, name in enumerate((*self.prefetched, *inputs))}
+        results = pl.pallas_call(
+            by_name,
+            out_shape=tuple(output_like(output.shape, output.block.dtype, like) for output in outputs.values()),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.prefetched),
+                grid=tuple(axis.size for axis in self.grid.values()),
+                in_specs=[block.spec for block in inputs.values()],
+                out_specs=tuple(output.block.spec for output in outputs.values()),
+                scratch_shapes=list(scratch.values()),
+            ),
+            input_output_aliases={position[name]: list(outputs).index(output) for name, output in self.aliases.items()},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=tuple(axis.semantics for axis in self.grid.values()),
+                vmem_limit_bytes=vmem_limit_bytes or chip.vmem_bytes,
+                **compiler_options,
+            ),
+            cost_estimate=cost,
+            interpret=tpu_interpret_params(current_interpret()),
+            name=self.name,
+        )(*(arrays[name] for name in (*self.prefetched, *inputs)))
+        made: dict[str, jax.Array | None] = dict(zip(outputs, results, strict=True))
+        return made | dict.fromkeys(name for name, output in self.outputs.items() if output is None)

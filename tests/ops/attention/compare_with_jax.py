@@ -1,9 +1,9 @@
-"""Ours beside JAX's own TPU attention, as libtpu schedules them: `python -m tests.ops.attention.compare_with_jax`.
+"""Ours against JAX's own TPU attention, as libtpu schedules them: `python -m tests.ops.attention.compare_with_jax`.
 
-B = 1, H = 8, T = 8,192, D = 128, bfloat16, causal and with a window of 1,024 tokens. Nothing runs on a TPU: the figures are
-bundles of the final schedule. Of each kernel the whole pass over a step's logits is counted once, and held against
-the logits that the pass covers. Where a kernel's pass stands under a condition (`pl.when`), as in splash, `occasional` has
-it, so both are added; the blocks of a first and last step are in that sum too, in all the kernels alike.
+B = 1, H = 8, T = 8,192, D = 128, bfloat16, causal and with a window of 1,024 tokens. Nothing runs on a TPU: the figures
+are bundles of the final schedule. For each kernel, the whole pass over a step's logits is counted once, and divided by
+the logits that the pass covers. Where a kernel's pass is under a condition (`pl.when`), as in splash, `occasional` has
+it, so both are added; the code of a first and last step is in that sum too, in all the kernels alike.
 """
 
 import argparse
@@ -18,13 +18,10 @@ from jax.experimental.pallas.ops.tpu import flash_attention as flash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 
-from tilewright import aot, flash_attention
+import tilewright
+from tilewright import aot, flash_attention, masks
 from tilewright.core.chip import Chip
-from tilewright.ops.attention import masks
-from tilewright.ops.attention.config import PallasTpuConfig
-from tilewright.ops.attention.mask_algebra import FULL, PARTIAL, Grid
-from tilewright.ops.attention.pallas_tpu import default_config
-from tilewright.ops.attention.plan import block_table
+from tilewright.masks.block_list import FULL, PARTIAL, Grid, block_table
 
 B, H, T, D = 1, 8, 8192, 128
 WINDOW = 1024
@@ -35,13 +32,13 @@ UNIT = 2**20
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of a function: which it is by its place, the logits of one pass, and how many passes a causal call has."""
+    """A function, and the logits that one pass of each of its kernels covers."""
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     logits: tuple[int, ...]
-    """Of a pass of each kernel, in order."""
+    """The logits of a pass of each kernel, in order."""
 
 
 def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +83,13 @@ def jax_splash(mask: Any, block: int = 1024, compute: int = 512) -> Callable[...
     return jax.vmap(kernel)
 
 
+def chosen_configs(chip: Chip, **options: Any) -> tuple[Any, Any]:
+    """The forward and the backward config that a call of ours takes."""
+    with tilewright.target(chip):
+        (decision,) = tilewright.explain(ours(**options), OURS, OURS, OURS).decisions
+    return decision.forward.config, decision.backward.config
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--chip", default="v6e")
@@ -93,8 +97,8 @@ def main() -> None:
     parser.add_argument("--only", default="ours,flash,splash")
     arguments = parser.parse_args()
     chip = Chip.named(arguments.chip)
-    config = PallasTpuConfig.for_shape(chip, T, T, D, D, 2)
-    whole, whole_bwd = config.block_q * config.block_k, config.block_q_bwd * config.block_k_bwd
+    forward, backward = chosen_configs(chip)
+    whole, whole_bwd = forward.block_q * forward.block_k, backward.block_q * backward.block_k
     square = 1024 * 1024
     entries = [
         Entry("ours, full blocks", with_gradients(ours()), (OURS,) * 3, (whole, whole_bwd)),
@@ -124,23 +128,23 @@ def main() -> None:
             (square,) * 3,
         ),
     ]
-    print(f"{chip.name}, B {B} H {H} T {T} D {D} bfloat16; ours with {config}")
+    print(f"{chip.name}, B {B} H {H} T {T} D {D} bfloat16; ours with {forward} and {backward}")
     for name, mask in (("causal", masks.Causal()), ("window", masks.Causal() & masks.SlidingWindow(WINDOW - 1, None))):
-        config = default_config(chip, OURS, OURS, OURS, mask=mask, q_offset=0)
+        config, _ = chosen_configs(chip, mask=mask)
         table = block_table(mask, Grid(T, T, config.block_q, config.block_k))
         full, partial = ((table.kinds == kind).sum() for kind in (FULL, PARTIAL))
         first, end = table.tiles("k", config.tile_k)
         tiles = (end - first)[table.kinds == PARTIAL].sum()
         print(
-            f"ours, {name}, forward: blocks of {config.block_q} x {config.block_k}, {full} full ones a head, "
+            f"ours, {name}, forward: blocks of {config.block_q} x {config.block_k}, {full} full ones per head, "
             f"{partial} partial ones with {tiles} tiles of {config.tile_k} keys"
         )
     header = (
         "kernel",
         "grid",
-        "bundles a pass",
-        f"a {UNIT:,} logits",
-        "MXU cycles a pass",
+        "bundles per pass",
+        f"per {UNIT:,} logits",
+        "MXU cycles per pass",
         "spilled stores",
         "VMEM MiB",
     )

@@ -1,25 +1,70 @@
 """decode_attention and paged_attention: the contract of each, and what is their own: lengths, pages, windows, errors."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tilewright
-from tests.ops.contract import OpContract, able_to_run
+from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import decode_attention, flash_attention, paged_attention
-from tilewright.ops.attention.decode.config import PallasTpuConfig
+from tilewright.configs import DecodeTpuForward
+from tilewright.core.case import Case
+from tilewright.ops.attention.decode.cases import _case
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = implementations(*IMPLEMENTATIONS)
 
 
-class TestDecode(OpContract):
+class DecodeContract(OpContract):
+    """What both ops share. What lies beyond the lengths is what comes later."""
+
+    shared = ("k_pages", "v_pages", "sinks")
+    page: int | None = None
+
+    @classmethod
+    def on_properties(cls) -> Case:
+        options = {"window": 90, "sinks": True, "soft_cap": 5.0}
+        return _case("properties", 2, 3, 200, (4, 2), 64, 32, page=cls.page, **options)
+
+    def extreme(self, arrays: dict) -> dict:
+        return arrays | {"q": arrays["q"] * 1e4}
+
+    def chained(self, run: Callable, arrays: dict) -> tuple:
+        """Token by token: the caches end at each of them in turn."""
+        t, lengths = arrays["q"].shape[1], arrays["lengths"]
+        tokens = [
+            run({**arrays, "q": arrays["q"][:, i : i + 1], "lengths": jnp.maximum(lengths - (t - 1 - i), 0)})
+            for i in range(t)
+        ]
+        return tuple(jnp.concatenate(values, axis=1) for values in zip(*tokens, strict=True))
+
+    def earlier(self, name: str, values: Any, t: int) -> Any:
+        return values
+
+
+class TestDecode(DecodeContract):
     op_name = "decode_attention"
 
+    def replace_later(self, arrays: dict, other: dict, t: int) -> dict:
+        beyond = jnp.arange(arrays["k"].shape[1])[None, :] >= arrays["lengths"][:, None]
+        later = {name: jnp.where(beyond[..., None, None], 100 * other[name], arrays[name]) for name in ("k", "v")}
+        return {**arrays, **later}
 
-class TestPaged(OpContract):
+
+class TestPaged(DecodeContract):
     op_name = "paged_attention"
+    shares_code_with = "decode_attention"
+    page = 32
+
+    def replace_later(self, arrays: dict, other: dict, t: int) -> dict:
+        """Pages that no token is in may be any."""
+        table = arrays["page_table"]
+        beyond = self.page * jnp.arange(table.shape[1])[None, :] >= arrays["lengths"][:, None]
+        return {**arrays, "page_table": jnp.where(beyond, arrays["k_pages"].shape[0] - 1 - table, table)}
 
 
 def draw(b=3, t=2, s=40, h=4, kv=2, d=16, seed=0):
@@ -120,6 +165,34 @@ def test_the_tpu_kernel_lowers_without_a_tpu() -> None:
     assert text.count("tpu_custom_call") == 1
 
 
+@pytest.mark.parametrize("paged", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_vmap_with_a_cache_and_sinks_for_each_call_is_one_kernel(paged: bool) -> None:
+    """Pools of pages are joined into one; each sequence has the sinks of its call."""
+    q, k, v = (jnp.stack([x, 2 * x[::-1]]) for x in draw(b=2, s=32))
+    lengths, sinks = jnp.array([[30, 5], [17, 32]]), jnp.array([[0.0, 3.0, -1.0, 2.0], [-jnp.inf, 1.0, 0.5, 5.0]])
+    arrays = (q, k, v, lengths, sinks)
+    if paged:
+        pools = (x.reshape(2, 4, 16, 2, 16) for x in (k, v))
+        tables = jnp.array([[[0, 1], [2, 3]], [[2, 3], [0, 1]]])
+        arrays = (q, *pools, tables, lengths, sinks)
+
+    def run(*arrays, implementation):
+        op = paged_attention if paged else decode_attention
+        return op(*arrays[:-1], sinks=arrays[-1], return_logsumexp=True, implementation=implementation)
+
+    mapped = jax.jit(jax.vmap(lambda *arrays: run(*arrays, implementation="pallas_tpu")))
+    with able_to_run("pallas_tpu", plain=True):
+        got = mapped(*arrays)
+    with tilewright.target("v6e"):
+        text = mapped.trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1
+    assert "stablehlo.while" not in text
+    for n in range(2):
+        want = run(*(x[n] for x in arrays), implementation="xla")
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one[n], other, rtol=2e-5, atol=2e-6)
+
+
 LENGTHS = jnp.array([40, 17, 2])
 
 
@@ -127,7 +200,7 @@ LENGTHS = jnp.array([40, 17, 2])
     ("change", "message"),
     [
         ({"q": jnp.zeros((3, 0, 4, 16))}, r"q is float32\[3, 0, 4, 16\]; it must be .* with no axis of 0"),
-        ({"q": jnp.zeros((3, 100, 4, 16))}, r"q has T=100 queries a sequence; .*use flash_attention for whole"),
+        ({"q": jnp.zeros((3, 100, 4, 16))}, r"q has T=100 queries per sequence; .*use flash_attention for whole"),
         ({"q": jnp.zeros((3, 1, 3, 16))}, r"q has H=3 heads and k has KV=2; H must be a multiple of KV"),
         ({"q": jnp.zeros((3, 1, 4, 8))}, r"k is float32\[3, 40, 2, 16\] and q .*last axes must be equal \(D=8\)"),
         ({"q": jnp.zeros((3, 1, 4, 16), jnp.bfloat16)}, r"q has dtype bfloat16, k float32 .*pass q.astype\(k.dtype\)"),
@@ -176,14 +249,14 @@ def test_lengths_of_few_bits_and_a_table_without_pages() -> None:
 def test_what_the_kernel_cannot_take_is_refused_with_a_way_out() -> None:
     q, k, v = draw()
     with pytest.raises(ValueError, match=r"block_k=24 must be a positive multiple of 16 \(sublanes"):
-        PallasTpuConfig(24, 1, 1)
+        DecodeTpuForward(24, 1, 1)
     with (
         tilewright.target("v6e"),
         pytest.raises(
             tilewright.Unsupported, match=r"block_heads=1 must divide KV=2, and fill whole lanes .*use 2, or"
         ),
     ):
-        decode_attention(q, k, v, LENGTHS, implementation="pallas_tpu", config=PallasTpuConfig(32, 1, 1))
+        decode_attention(q, k, v, LENGTHS, implementation="pallas_tpu", config=DecodeTpuForward(32, 1, 1))
     pages = jnp.zeros((6, 4, 2, 16))
     with (
         tilewright.target("v6e"),

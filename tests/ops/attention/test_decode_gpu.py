@@ -1,4 +1,4 @@
-"""What only the Hopper kernel of decoding has: rows in eights, a ring, parts of the keys, pages, and its limits."""
+"""What only the Hopper kernel of decoding has: rows in eights, stages, splits of the keys, pages, and its limits."""
 
 import re
 
@@ -10,8 +10,7 @@ import pytest
 import tilewright
 from tests.ops.contract import able_to_run, assert_close
 from tilewright import decode_attention, paged_attention
-from tilewright.core.chip import Chip
-from tilewright.ops.attention.decode.config import PallasGpuConfig
+from tilewright.configs import DecodeSm90Forward
 
 
 def draw(lengths, t=1, s=70, h=2, kv=1, d=64, dv=None, seed=0):
@@ -59,6 +58,7 @@ def assert_right(lengths, *, page=None, config=None, options=None, **shape):
     assert_close(*(np.asarray(x[1])[has_keys] for x in (got, plain, oracle)), "logsumexp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -70,12 +70,12 @@ def assert_right(lengths, *, page=None, config=None, options=None, **shape):
         pytest.param({"lengths": [66], "h": 14, "kv": 2, "d": 64}, id="groups_of_7"),
         pytest.param({"lengths": [64, 2], "s": 64, "t": 3, "h": 3, "d": 64}, id="fewer_keys_than_queries"),
         # The rest is the same in larger.
-        pytest.param({"lengths": [30], "s": 64, "h": 12, "kv": 3, "dv": 32}, id="groups_of_4", marks=pytest.mark.slow),
-        pytest.param({"lengths": [130, 65], "s": 130, "d": 80}, id="d80", marks=pytest.mark.slow),
-        pytest.param({"lengths": [70, 5], "d": 192, "dv": 128}, id="d192", marks=pytest.mark.slow),
-        pytest.param({"lengths": [70, 5], "d": 256, "h": 8}, id="d256", marks=pytest.mark.slow),
-        pytest.param({"lengths": [70], "h": 16, "kv": 1}, id="groups_of_16", marks=pytest.mark.slow),
-        pytest.param({"lengths": [70, 12], "t": 12, "h": 8}, id="two_tiles_of_rows", marks=pytest.mark.slow),
+        pytest.param({"lengths": [30], "s": 64, "h": 12, "kv": 3, "dv": 32}, id="groups_of_4"),
+        pytest.param({"lengths": [130, 65], "s": 130, "d": 80}, id="d80"),
+        pytest.param({"lengths": [70, 5], "d": 192, "dv": 128}, id="d192"),
+        pytest.param({"lengths": [70, 5], "d": 256, "h": 8}, id="d256"),
+        pytest.param({"lengths": [70], "h": 16, "kv": 1}, id="groups_of_16"),
+        pytest.param({"lengths": [70, 12], "t": 12, "h": 8}, id="two_tiles_of_rows"),
         pytest.param(
             {
                 "lengths": [200, 40, 3],
@@ -86,7 +86,6 @@ def assert_right(lengths, *, page=None, config=None, options=None, **shape):
                 "options": {"window": 70, "soft_cap": 5.0, "sinks": np.linspace(-1, 2, 6, dtype=np.float32)},
             },
             id="window_sinks_soft_cap",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -94,56 +93,60 @@ def test_unequal_lengths_over_a_cache_that_is_nan_past_them(arguments) -> None:
     assert_right(**arguments)
 
 
-@pytest.mark.parametrize("page", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16, 64, 128, 192))])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 192])
 def test_pages_of_many_sizes(page: int) -> None:
     """Less than a block, one, and more; the last of a sequence is not full, and the table ends inside of a block."""
     assert_right([90, 17], s=90, t=2, h=2, page=page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
-        # Five blocks in two parts: a ring of two goes round. Of the short sequence one part is empty.
-        PallasGpuConfig(64, 2, 2),
-        pytest.param(PallasGpuConfig(64, 3, 1), marks=pytest.mark.slow),
-        pytest.param(PallasGpuConfig(64, 2, 5), marks=pytest.mark.slow),
-        pytest.param(PallasGpuConfig(128, 2, 1), marks=pytest.mark.slow),
+        # Five blocks in two splits: two stages are used again. One split of the short sequence is empty.
+        DecodeSm90Forward(64, 2, 2),
+        DecodeSm90Forward(64, 3, 1),
+        DecodeSm90Forward(64, 2, 5),
+        DecodeSm90Forward(128, 2, 1),
     ],
     ids=str,
 )
-def test_rings_and_parts_of_other_sizes(config: PallasGpuConfig) -> None:
+def test_other_stages_and_splits(config: DecodeSm90Forward) -> None:
     assert_right([300, 3], s=300, h=4, d=16, config=config)
 
 
 _SINKS = {"sinks": np.linspace(-1, 2, 6, dtype=np.float32)}
 
 
-@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
     "shape",
     [
         # A sink for each head; the last group of an eight begins inside of its tile.
         pytest.param({"h": 6, "kv": 3, "d": 32, "options": _SINKS}, id="groups_of_2_sinks"),
         # Rows of the output are less than a line: no tile begins earlier.
-        pytest.param({"h": 3, "kv": 3, "d": 16}, id="groups_of_1_narrow", marks=pytest.mark.slow),
-        pytest.param({"h": 9, "kv": 9, "d": 64}, id="groups_of_1", marks=pytest.mark.slow),
-        pytest.param({"h": 16, "kv": 2, "d": 32}, id="groups_of_8", marks=pytest.mark.slow),
+        pytest.param({"h": 3, "kv": 3, "d": 16}, id="groups_of_1_narrow"),
+        pytest.param({"h": 9, "kv": 9, "d": 64}, id="groups_of_1"),
+        pytest.param({"h": 16, "kv": 2, "d": 32}, id="groups_of_8"),
         # The second tile of the first group ends in the next group's rows; that of the next begins earlier.
-        pytest.param({"h": 144, "kv": 2, "d": 16}, id="groups_of_72", marks=pytest.mark.slow),
-        pytest.param({"t": 3, "h": 6, "kv": 2, "d": 32, "options": _SINKS}, id="tokens", marks=pytest.mark.slow),
-        pytest.param({"h": 2, "d": 32, "dv": 24}, id="odd_width", marks=pytest.mark.slow),
+        pytest.param({"h": 144, "kv": 2, "d": 16}, id="groups_of_72"),
+        pytest.param({"t": 3, "h": 6, "kv": 2, "d": 32, "options": _SINKS}, id="tokens"),
+        pytest.param({"h": 2, "d": 32, "dv": 24}, id="odd_width"),
     ],
 )
 def test_rows_of_every_kind_are_put_back(shape: dict, splits: int) -> None:
-    assert_right([130, 3], s=130, config=PallasGpuConfig(64, 2, splits), **shape)
+    assert_right([130, 3], s=130, config=DecodeSm90Forward(64, 2, splits), **shape)
 
 
 @pytest.mark.slow
-def test_more_parts_than_are_loaded_at_a_time() -> None:
-    """Of the first sequence nearly every part has a block, of the second one has."""
-    assert_right([64 * 70, 5], s=64 * 70, d=16, config=PallasGpuConfig(64, 2, 70))
+def test_more_splits_than_are_loaded_at_a_time() -> None:
+    """Nearly every split of the first sequence has a block, and one of the second."""
+    assert_right([64 * 70, 5], s=64 * 70, d=16, config=DecodeSm90Forward(64, 2, 70))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
 def test_lengths_at_their_ends(splits: int) -> None:
     """No tokens give zeros, with a sink of -inf too; out of range gives NaN, though the room of 65 is padded to 72."""
@@ -158,7 +161,7 @@ def test_lengths_at_their_ends(splits: int) -> None:
             sinks=sinks,
             return_logsumexp=True,
             implementation="pallas_gpu",
-            config=PallasGpuConfig(64, 2, splits),
+            config=DecodeSm90Forward(64, 2, splits),
         )
     assert not np.any(np.asarray(out[0], np.float32))
     np.testing.assert_allclose(logsumexp[0, 0], [-np.inf, 0.0])
@@ -167,6 +170,7 @@ def test_lengths_at_their_ends(splits: int) -> None:
     assert np.all(np.isnan(logsumexp[2:]))
 
 
+@pytest.mark.slow
 def test_entries_of_the_table_past_a_length_may_be_anything() -> None:
     q, k, v, lengths, _ = draw([40, 3], s=40, d=16)
     *pools, table = in_pages((k, v), 16)
@@ -176,9 +180,8 @@ def test_entries_of_the_table_past_a_length_may_be_anything() -> None:
     np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize(
-    "pools_differ", [pytest.param(True, id="a_pool_each"), pytest.param(False, id="one_pool", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pools_differ", [pytest.param(True, id="a_pool_each"), pytest.param(False, id="one_pool")])
 def test_vmap_over_pages(pools_differ: bool) -> None:
     """Calls with a pool each, or with one that they share, are one call over more sequences."""
     q, k, v, lengths, _ = draw([40, 3], s=40, d=16)
@@ -207,8 +210,9 @@ def test_vmap_over_pages(pools_differ: bool) -> None:
             np.testing.assert_allclose(np.asarray(one[n], np.float32), np.asarray(other, np.float32), atol=0.02)
 
 
-@pytest.mark.parametrize("paged", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
 def test_vmap_with_sinks_for_each_call(splits: int, paged: bool) -> None:
     """They stay one set for all sequences of a call."""
     q, k, v, lengths, _ = draw([40, 3], s=40, d=16)
@@ -220,7 +224,7 @@ def test_vmap_with_sinks_for_each_call(splits: int, paged: bool) -> None:
         return op(*arrays, sinks=sinks, return_logsumexp=True, **options)
 
     with able_to_run("pallas_gpu"):
-        config = PallasGpuConfig(64, 2, splits)
+        config = DecodeSm90Forward(64, 2, splits)
         got = jax.jit(jax.vmap(lambda s: run(s, implementation="pallas_gpu", config=config)))(sinks)
     for n in range(3):
         for one, other in zip(got, run(sinks[n], implementation="xla"), strict=True):
@@ -238,8 +242,18 @@ def structs(b=2, t=1, s=256, h=8, kv=2, d=64, dtype="bfloat16", page=None, pages
 @pytest.mark.parametrize(
     ("chip", "shape", "config", "message"),
     [
-        ("a100", {}, None, r"made for Hopper GPUs .*, and this is a a100 with 8.0; use implementation='xla'"),
-        ("b200", {}, None, r"made for Hopper GPUs .*, and this is a b200 with 10.0; use implementation='xla'"),
+        (
+            "a100",
+            {},
+            None,
+            r"for Hopper GPUs .*, and this is a a100 with compute capability 8.0; use implementation='xla'",
+        ),
+        (
+            "b200",
+            {},
+            None,
+            r"for Hopper GPUs .*, and this is a b200 with compute capability 10.0; use implementation='xla'",
+        ),
         ("h200", {"dtype": "float32"}, None, r"q is float32, and it multiplies bfloat16 only .*implementation='xla'"),
         ("h200", {"d": 264}, None, r"D=264 and Dv=264 must be 256 at most .*; use implementation='xla'"),
         (
@@ -250,16 +264,16 @@ def structs(b=2, t=1, s=256, h=8, kv=2, d=64, dtype="bfloat16", page=None, pages
         ),
         ("h200", {"page": 24}, None, r"pages of 24 keys .* or a multiple of 64 keys, or implementation='xla'"),
         ("h200", {"page": 96}, None, r"pages of 96 keys are not whole parts of a block of 64 keys"),
-        ("h200", {"page": 192}, PallasGpuConfig(128, 2, 1), r"pages of 192 keys .* a block of 128 keys"),
+        ("h200", {"page": 192}, DecodeSm90Forward(128, 2, 1), r"pages of 192 keys .* a block of 128 keys"),
         (
             "h200",
             {"d": 256},
-            PallasGpuConfig(64, 4, 1),
-            r"about 2\d\d KiB of shared memory for D=256 .* has 227; use fewer",
+            DecodeSm90Forward(64, 4, 1),
+            r"its decode kernel needs about 2\d\d KiB of shared memory for .* D=256 .* has 227; use fewer stages",
         ),
     ],
 )
-def test_what_it_refuses(chip: str, shape: dict, config: PallasGpuConfig | None, message: str) -> None:
+def test_what_it_refuses(chip: str, shape: dict, config: DecodeSm90Forward | None, message: str) -> None:
     arrays = structs(**shape)
     op = decode_attention if len(arrays) == 4 else paged_attention
     with tilewright.target(chip):
@@ -273,11 +287,11 @@ def test_what_it_refuses(chip: str, shape: dict, config: PallasGpuConfig | None,
 
 def test_a_config_that_breaks_a_rule_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match=r"block_k=96 must be one of 64, 128 \(a product's columns, .*; use 64"):
-        PallasGpuConfig(96, 2, 1)
+        DecodeSm90Forward(96, 2, 1)
     with pytest.raises(ValueError, match=r"stages=1 must be 2 or more: a copy runs while a block is used; use 2"):
-        PallasGpuConfig(64, 1, 1)
+        DecodeSm90Forward(64, 1, 1)
     with pytest.raises(ValueError, match=r"splits=0 must be from 1 to 128; use 1"):
-        PallasGpuConfig(64, 2, 0)
+        DecodeSm90Forward(64, 2, 0)
 
 
 def operations(op, arrays, **options) -> list[str]:
@@ -290,7 +304,7 @@ def operations(op, arrays, **options) -> list[str]:
 
 @pytest.mark.parametrize(("d", "page"), [(16, None), (64, 8), (128, None), (192, 64), (256, 192)])
 def test_an_h200_takes_the_kernel(d: int, page: int | None) -> None:
-    """Of its own accord, with a ring that fits."""
+    """By default, with stages that fit."""
     arrays = structs(d=d, page=page)
     op = decode_attention if page is None else paged_attention
     with tilewright.target("h200"):
@@ -309,11 +323,11 @@ def test_an_h200_takes_the_kernel(d: int, page: int | None) -> None:
         pytest.param({"h": 8, "kv": 4, "d": 96, "page": 64, "sinks": True}, id="groups_of_2_pages_sinks"),
     ],
 )
-def test_a_call_is_one_launch_and_two_with_parts(shape: dict, splits: int) -> None:
+def test_a_call_is_one_launch_and_two_with_splits(shape: dict, splits: int) -> None:
     """Beside the kernels there is nothing but other names for the same memory."""
     arrays = structs(**{name: value for name, value in shape.items() if name != "sinks"})
     op = decode_attention if len(arrays) == 4 else paged_attention
-    options = {"return_logsumexp": True, "config": PallasGpuConfig(64, 2, splits), "implementation": "pallas_gpu"}
+    options = {"return_logsumexp": True, "config": DecodeSm90Forward(64, 2, splits), "implementation": "pallas_gpu"}
     if "sinks" in shape:
         arrays = *arrays, jax.ShapeDtypeStruct((shape["h"],), "float32")
     found = operations(
@@ -325,7 +339,7 @@ def test_a_call_is_one_launch_and_two_with_parts(shape: dict, splits: int) -> No
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_several_tokens_are_laid_out_and_back(splits: int) -> None:
-    found = operations(decode_attention, structs(t=3, d=128), config=PallasGpuConfig(64, 2, splits))
+    found = operations(decode_attention, structs(t=3, d=128), config=DecodeSm90Forward(64, 2, splits))
     assert found.count("custom_call") == (1 if splits == 1 else 2)
     assert not {"gather", "reduce", "dot_general", "exponential"} & set(found)
 
@@ -333,16 +347,19 @@ def test_several_tokens_are_laid_out_and_back(splits: int) -> None:
 @pytest.mark.parametrize(
     ("b", "s", "d", "wanted"),
     [
-        # As measured: see docs/measurements. Two thread blocks a multiprocessor, 264 in all.
-        (1, 32768, 128, PallasGpuConfig(64, 3, 31)),
-        (16, 8192, 128, PallasGpuConfig(64, 3, 2)),
-        (64, 8192, 128, PallasGpuConfig(64, 3, 1)),
-        # Narrower heads have more stages; of wide ones a block has a multiprocessor to itself.
-        (16, 8192, 64, PallasGpuConfig(64, 6, 2)),
-        (16, 8192, 256, PallasGpuConfig(64, 3, 1)),
+        # As measured: see docs/measurements. Two thread blocks per multiprocessor, 264 in all.
+        (1, 32768, 128, DecodeSm90Forward(64, 3, 31)),
+        (16, 8192, 128, DecodeSm90Forward(64, 3, 2)),
+        (64, 8192, 128, DecodeSm90Forward(64, 3, 1)),
+        # Narrower heads have more stages; with wide ones a thread block has a multiprocessor to itself.
+        (16, 8192, 64, DecodeSm90Forward(64, 6, 2)),
+        (16, 8192, 256, DecodeSm90Forward(64, 3, 1)),
         # A cache of one block has nothing to share.
-        (1, 64, 128, PallasGpuConfig(64, 3, 1)),
+        (1, 64, 128, DecodeSm90Forward(64, 3, 1)),
     ],
 )
-def test_the_heuristic_fills_the_multiprocessors(b: int, s: int, d: int, wanted: PallasGpuConfig) -> None:
-    assert PallasGpuConfig.for_shape(Chip.named("h200"), s, 8 * b, d, d, 4) == wanted
+def test_the_heuristic_fills_the_multiprocessors(b: int, s: int, d: int, wanted: DecodeSm90Forward) -> None:
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(decode_attention, *structs(b=b, s=s, h=32, kv=8, d=d)).decisions
+    assert decision.configs == {"forward": wanted}
+    assert "backward: the gradient of implementation='xla'" in str(decision)

@@ -1,5 +1,6 @@
 """flash_attention: the contract, and what is its own: masks, groups, segments, bias, sinks, memory, errors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,37 +13,65 @@ from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
 from tests.ops.attention.drawing import draw, gradients
-from tests.ops.contract import OpContract, able_to_run
+from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import flash_attention, masks
+from tilewright.configs import (
+    AttentionTpuBackward,
+    AttentionTpuForward,
+    AttentionXlaBackward,
+    AttentionXlaForward,
+)
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
-from tilewright.ops.attention import pallas_tpu
+from tilewright.core.implementation import Launch
+from tilewright.ops.attention.call import AttentionCall
 from tilewright.ops.attention.cases import _case
-from tilewright.ops.attention.config import PallasTpuConfig, XlaConfig
+from tilewright.ops.attention.pallas_tpu import IMPLEMENTATION
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import CaseCheck
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = implementations(*IMPLEMENTATIONS)
 TINY_BLOCKS = {
-    # 256 keys are two blocks and two chunks, and the tiles of a block are two.
-    "pallas_tpu": PallasTpuConfig(128, 256, 128, 128, 128, 128, 128, 128, 128),
-    "xla": XlaConfig(block_q=24, block_k=40),
+    # 256 keys are two tiles of a block in the forward, and two blocks and two chunks in the backward.
+    "pallas_tpu": (AttentionTpuForward(128, 256, 128, 128), AttentionTpuBackward(128, 128, 128, 128, 128)),
+    "xla": (AttentionXlaForward(24, 40), AttentionXlaBackward(24, 40)),
 }
 
 
 class TestContract(OpContract):
     op_name = "flash_attention"
+    not_taken = frozenset({("pallas_gpu", "bias_sinks_cap")})  # It takes no bias.
+    property_case = _case("properties", 2, 150, 150, (2, 1), 32, segments=4, causal=True, sinks=True)
+    tokens = ("q", "k", "v", "segment_ids", "out", "logsumexp")
+    segments = "segment_ids"
 
-    def test_values_and_gradients_meet_the_oracle(self, implementation: str, case: str, dtype: str) -> None:
-        if implementation == "pallas_gpu" and "bias" in self.op().case(case).inputs:
-            pytest.skip("pallas_gpu takes no bias; a test of its own matches the text")
-        super().test_values_and_gradients_meet_the_oracle(implementation, case, dtype)
+    def extreme(self, arrays: dict) -> dict:
+        """Logits of about 10,000."""
+        return arrays | {name: arrays[name] * 100 for name in ("q", "k")}
 
-    def test_vmap(self, implementation: str) -> None:
-        if implementation == "pallas_gpu":
-            pytest.skip("test_vmap_of_the_gpu_kernel, on a larger draw, is its own")
-        super().test_vmap(implementation)
+    def chained(self, run: Callable, arrays: dict) -> tuple:
+        """The queries in two parts, the second with its offset; its keys in two parts, joined by their logsumexps."""
+        t = arrays["q"].shape[1] // 2
+        (q, *past), (q_later, *later) = (
+            [arrays[name][:, part] for name in ("q", "k", "v", "segment_ids")] for part in (slice(0, t), slice(t, None))
+        )
+
+        def attend(q: Any, q_ids: Any, keys: list, *, sinks: Any = None, q_offset: int = 0) -> tuple:
+            k, v, ids = keys
+            return run({"q": q, "k": k, "v": v, "segment_ids": (q_ids, ids), "sinks": sinks}, q_offset=q_offset)
+
+        out, logsumexp = attend(q, past[2], past, sinks=arrays["sinks"])
+        parts = [
+            attend(q_later, later[2], past, sinks=arrays["sinks"], q_offset=t),
+            attend(q_later, later[2], later),
+        ]
+        joined = jnp.logaddexp(parts[0][1], parts[1][1])
+        out_later = sum(jnp.exp(part_lse - joined)[..., None] * part.astype(joined.dtype) for part, part_lse in parts)
+        return (
+            jnp.concatenate([out, out_later.astype(out.dtype)], axis=1),
+            jnp.concatenate([logsumexp, joined], axis=1),
+        )
 
 
 def assert_alike(got, expected, tolerance=2e-5):
@@ -76,7 +105,7 @@ def test_agrees_with_jax_nn(ours: dict, theirs: dict) -> None:
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "xla"])
+@implementations("pallas_tpu", "xla")
 @pytest.mark.parametrize(
     "case",
     [
@@ -203,7 +232,7 @@ def test_a_mask_array_may_change_under_jit(implementation: str) -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@implementations("pallas_tpu", "xla")
 def test_heads_with_masks_of_their_own(implementation: str) -> None:
     q, k, v = draw(t=140, s=140, h=4, kv=2)
     mask = masks.PerHead(
@@ -219,7 +248,7 @@ def test_heads_with_masks_of_their_own(implementation: str) -> None:
     assert_alike(got, gradients(run("reference"), q, k, v))
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@implementations("pallas_tpu", "xla")
 def test_a_pair_of_segment_ids_and_a_dense_mask_together(implementation: str) -> None:
     q, k, v = draw(b=2, t=130, s=260)
     q_ids = jnp.stack([jnp.arange(130) // 40, jnp.arange(130) // 130])
@@ -242,7 +271,7 @@ def test_a_pair_of_segment_ids_and_a_dense_mask_together(implementation: str) ->
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_long_call_is_two_shorter_ones_joined(implementation: str) -> None:
-    """The keys in two parts, joined by their logsumexps; and the queries in two parts, the second with its offset."""
+    """The keys in two splits, joined by their logsumexps; and the queries in two, the second with its offset."""
     q, k, v = draw(t=20, s=30, d=32)
     run = {"return_logsumexp": True, "implementation": implementation}
     with able_to_run(implementation):
@@ -270,7 +299,7 @@ def test_logits_of_ten_thousand_stay_finite(implementation: str, dtype: str) -> 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_keys_far_from_every_query_are_no_error(implementation: str) -> None:
-    """A part of a long sequence's keys, out of reach of the window: zeros, as for any query without keys."""
+    """A split of a long sequence's keys, out of reach of the window: zeros, as for any query without keys."""
     q, k, v = draw(t=8, s=8)
     far = {"window": (3, 0), "return_logsumexp": True, "implementation": implementation}
     for mask in (None, masks.Causal()):
@@ -336,7 +365,7 @@ def test_unbatched_and_empty_inputs() -> None:
     assert flash_attention(q[:, :0], k, v).shape == (1, 0, 4, 16)
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@implementations("pallas_tpu", "xla")
 def test_shard_map_over_the_batch(implementation: str, cpu_devices: list) -> None:
     """Two devices with half of the batch each; the sinks are replicated, and their gradient is the sum."""
     q, k, v = draw(b=2, t=20, s=20)
@@ -364,7 +393,7 @@ def test_xla_holds_no_square_of_the_length() -> None:
 
 
 def test_the_tpu_kernels_lower_without_a_tpu() -> None:
-    """Forward and backward are a Mosaic kernel each, and a bias that nobody differentiates adds none."""
+    """Forward and backward are one Mosaic kernel each, with a bias too."""
     struct = jax.ShapeDtypeStruct((1, 300, 4, 80), "bfloat16")
     bias = jax.ShapeDtypeStruct((1, 1, 300, 300), "float32")
 
@@ -375,7 +404,21 @@ def test_the_tpu_kernels_lower_without_a_tpu() -> None:
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(struct, struct, struct, bias)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == 2
-    assert "stablehlo.while" not in text
+
+
+def test_the_gradient_of_a_bias_that_nobody_differentiates_is_dropped() -> None:
+    """Its loops are plain JAX, in the TPU kernel's backward too, and the compiled program has none that is not used."""
+    struct, bias = jax.ShapeDtypeStruct((1, 30, 4, 8), "float32"), jax.ShapeDtypeStruct((1, 1, 30, 30), "float32")
+
+    def loops(argnums: tuple[int, ...], bias: Any = bias) -> int:
+        def loss(q, k, v, bias):
+            options = {"implementation": "xla", "config": TINY_BLOCKS["xla"]}
+            return jnp.sum(flash_attention(q, k, v, causal=True, bias=bias, **options))
+
+        lowered = jax.jit(jax.grad(loss, argnums)).lower(struct, struct, struct, bias)
+        return lowered.compile().as_text().count(" while(")
+
+    assert loops((0, 1, 2)) == loops((0, 1, 2), None) < loops((0, 1, 2, 3))
 
 
 def test_a_step_is_spent_on_no_empty_block() -> None:
@@ -383,7 +426,7 @@ def test_a_step_is_spent_on_no_empty_block() -> None:
     struct = jax.ShapeDtypeStruct((1, 8192, 2, 128), "bfloat16")
 
     def grid(**options):
-        config = PallasTpuConfig(512, 512, 256, 512, 512, 512, 256, 512, 8192)
+        config = AttentionTpuForward(512, 512, 256, 512)
         with tilewright.target("v6e"):
             traced = jax.jit(lambda q, k, v: flash_attention(q, k, v, config=config, **options)).trace(*[struct] * 3)
         (call,) = [e for e in _equations(traced.jaxpr.jaxpr) if e.primitive.name == "pallas_call"]
@@ -412,10 +455,20 @@ def _equations(jaxpr):
 )
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_the_heuristic_fits_every_tpu(chip: str, shape: tuple[int, ...], itemsize: int) -> None:
-    known = Chip.named(chip)
-    config = PallasTpuConfig.for_shape(known, *shape, itemsize)
-    assert config.misfit(known, *shape[2:], itemsize) is None
-    assert -(-shape[1] // config.block_k) * config.block_k < 1.2 * shape[1] + 128
+    known, (t, s, d, dv) = Chip.named(chip), shape
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    structs = (jax.ShapeDtypeStruct((1, *sizes), dtype) for sizes in ((t, 1, d), (s, 1, d), (s, 1, dv)))
+
+    def check(q, k, v):
+        absent = dict.fromkeys(("bias", "sinks", "q_segments", "kv_segments", "keep", "mask", "soft_cap"))
+        call = AttentionCall(q=q, k=k, v=v, scale=1.0, q_offset=0, **absent)
+        for one in IMPLEMENTATION.passes.values():
+            config = one.heuristic(known, call)
+            needed = one.memory(call, Launch(known, config, None))
+            assert max(needed.values()) <= known.vmem_bytes
+            assert -(-s // config.block_k) * config.block_k < 1.2 * s + 128
+
+    jax.eval_shape(check, *structs)
 
 
 @pytest.mark.parametrize(
@@ -429,10 +482,14 @@ def test_the_heuristic_fits_every_tpu(chip: str, shape: tuple[int, ...], itemsiz
 )
 def test_blocks_are_smaller_where_a_window_leaves_little_of_large_ones(mask: Any, block: int) -> None:
     array = jax.ShapeDtypeStruct((1, 8192, 8, 128), "bfloat16")
-    config = pallas_tpu.default_config(Chip.named("v6e"), array, array, array, mask=mask, q_offset=0)
-    assert (config.block_q, config.block_k) == (block, block)
-    narrow = pallas_tpu.default_config(Chip.named("v5e"), array, array, array, mask=mask, q_offset=0)
-    assert (narrow.block_q, narrow.block_k) == (512, 512)
+
+    def chosen(chip: str) -> tuple[int, int]:
+        with tilewright.target(chip):
+            (decision,) = tilewright.explain(flash_attention, array, array, array, mask=mask).decisions
+        return decision.forward.config.block_q, decision.forward.config.block_k
+
+    assert chosen("v6e") == (block, block)
+    assert chosen("v5e") == (512, 512)
 
 
 SMALL = draw()
@@ -520,29 +577,34 @@ def test_a_bias_of_the_square_of_a_long_length_says_what_it_costs() -> None:
 
 def test_a_config_that_breaks_a_rule_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match=r"tile_k=96 must be a positive multiple of 128 \(TPU lanes\); use 128, or"):
-        PallasTpuConfig(128, 128, 128, 96, 128, 128, 128, 128, 128)
+        AttentionTpuForward(128, 128, 128, 96)
     with pytest.raises(ValueError, match=r"block_q=384 must be a multiple of tile_q=256; use 512"):
-        PallasTpuConfig(384, 128, 256, 128, 128, 128, 128, 128, 128)
+        AttentionTpuForward(384, 128, 256, 128)
+    with pytest.raises(ValueError, match=r"chunk_k=384 must be a multiple of block_k=256; use 512"):
+        AttentionTpuBackward(128, 256, 128, 128, 384)
+    with pytest.raises(ValueError, match=r"block_k=16384 has 128 tiles of tile_k=128, and a step takes 63 at most"):
+        AttentionTpuBackward(128, 16384, 128, 128, 16384)
     with pytest.raises(ValueError, match=r"block_k=0 must be a positive integer; use 512"):
-        XlaConfig(8, 0)
+        AttentionXlaForward(8, 0)
 
 
 def test_what_does_not_fit_is_refused_before_the_compiler() -> None:
     struct = jax.ShapeDtypeStruct((1, 131_072, 2, 128), "bfloat16")
 
-    def run(config):
+    def trace(config, *, differentiated):
         with tilewright.target("v5p"):
-            jax.eval_shape(
-                lambda q: flash_attention(q, q, q, causal=True, implementation="pallas_tpu", config=config), struct
-            )
+            run = lambda q: flash_attention(q, q, q, causal=True, implementation="pallas_tpu", config=config)  # noqa: E731
+            jax.eval_shape(jax.grad(lambda q: jnp.sum(run(q).astype(jnp.float32))) if differentiated else run, struct)
 
     with pytest.raises(
         tilewright.Unsupported,
         match=r"its backward kernel needs about \d+ MiB of VMEM .*a v5p has 64; use a smaller chunk_k",
     ):
-        run(PallasTpuConfig(512, 512, 256, 512, 512, 512, 256, 512, 131_072))
+        trace(AttentionTpuBackward(512, 512, 256, 512, 131_072), differentiated=True)
+    # The forward alone fits.
+    trace(AttentionTpuBackward(512, 512, 256, 512, 131_072), differentiated=False)
     with pytest.raises(
         tilewright.Unsupported,
-        match=r"its work list of 1 x 524,800 steps needs 4,100 KiB of scalar memory.*larger block_q",
+        match=r"its block list of 1 x 524,800 steps needs 4,100 KiB of scalar memory.*larger block_q",
     ):
-        run(PallasTpuConfig(128, 128, 128, 128, 1024, 1024, 256, 512, 8192))
+        trace(AttentionTpuForward(128, 128, 128, 128), differentiated=False)

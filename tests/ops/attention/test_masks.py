@@ -1,4 +1,4 @@
-"""Masks as values: what they say, the blocks they leave to visit, and the work list that is made of those."""
+"""Masks as values: their predicates, the blocks they leave to visit, and the block list made from those."""
 
 import time
 import tracemalloc
@@ -12,9 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright import masks
-from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Grid, Mask
-from tilewright.ops.attention.masks import Causal, SlidingWindow
-from tilewright.ops.attention.plan import CONTENT_SHIFT, FIRST, KIND_SHIFT, LAST, block_table, work_list
+from tilewright.masks.algebra import Mask
+from tilewright.masks.block_list import (
+    CONTENT_SHIFT,
+    EMPTY,
+    FIRST,
+    FULL,
+    KIND_SHIFT,
+    LAST,
+    PARTIAL,
+    Grid,
+    block_list,
+    block_table,
+)
+from tilewright.masks.library import Causal, SlidingWindow
 
 T, S = 45, 61
 RANDOM = np.random.default_rng(0)
@@ -43,7 +54,7 @@ any_mask = st.recursive(
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(mask=any_mask, block_q=st.integers(3, 50), block_k=st.integers(3, 70), q_offset=st.integers(-5, 40))
 def test_blocks_are_the_mask(mask: Mask, block_q: int, block_k: int, q_offset: int) -> None:
-    """Empty, full and partial blocks put together are the predicate itself, and none is called partial without need."""
+    """Empty, full and partial blocks together are the predicate itself, and no block is called partial without need."""
     grid = Grid(T, S, block_q, block_k, q_offset)
     table = block_table(mask, grid)
     whole = mask.dense(T, S, q_offset)
@@ -66,37 +77,37 @@ def test_blocks_are_the_mask(mask: Mask, block_q: int, block_k: int, q_offset: i
             lambda flat: np.array(flat, np.int8).reshape(lists, 4, 5)
         )
     ),
-    stays=st.sampled_from(["q", "k"]),
+    stationary=st.sampled_from(["q", "k"]),
 )
-def test_a_work_list_visits_each_block_once_in_order(kinds: np.ndarray, stays: str) -> None:
+def test_a_block_list_visits_each_block_once_in_order(kinds: np.ndarray, stationary: str) -> None:
     content = np.arange(kinds.size, dtype=np.int32).reshape(kinds.shape)
     nothing = np.zeros_like(content)
-    made = work_list(kinds, content, nothing, nothing + 1, stays=stays)
-    at_run_time = work_list(
+    made = block_list(kinds, content, nothing, nothing + 1, stationary=stationary)
+    at_run_time = block_list(
         jnp.asarray(kinds, jnp.int32),
         jnp.asarray(content),
         jnp.asarray(nothing),
         jnp.asarray(nothing + 1),
-        stays=stays,
+        stationary=stationary,
         most=20,
     )
     for number in range(kinds.shape[0]):
-        place, flags = (a.reshape(-1, made.steps)[number] for a in (made.place, made.flags))
-        ordered = kinds[number] if stays == "q" else kinds[number].T
+        coordinates, flags = (a.reshape(-1, made.steps)[number] for a in (made.coordinates, made.flags))
+        ordered = kinds[number] if stationary == "q" else kinds[number].T
         expected = []
         for stay, row in enumerate(ordered):
             visited = [stream for stream in range(len(row)) if row[stream]] or [0]
             expected += [(stay, stream, stream == visited[0], stream == visited[-1]) for stream in visited]
         for step, (stay, stream, first, last) in enumerate(expected):
-            i, j = (stay, stream) if stays == "q" else (stream, stay)
-            assert (place[step] >> 16, place[step] & 0xFFFF) == (i, j)
+            i, j = (stay, stream) if stationary == "q" else (stream, stay)
+            assert (coordinates[step] >> 16, coordinates[step] & 0xFFFF) == (i, j)
             assert (bool(flags[step] & FIRST), bool(flags[step] & LAST)) == (first, last)
             assert (flags[step] >> KIND_SHIFT) & 3 == kinds[number, i, j]
             if kinds[number, i, j] == PARTIAL:
                 assert flags[step] >> CONTENT_SHIFT == content[number, i, j]
         assert not np.any(flags[len(expected) :] & (FIRST | LAST | 3 << KIND_SHIFT))
-        # The same list, made inside of a program that knows only how long it may be.
-        np.testing.assert_array_equal(at_run_time.place.reshape(-1, 20)[number, : made.steps], place)
+        # The same list, made inside a program that knows only how long it may be.
+        np.testing.assert_array_equal(at_run_time.coordinates.reshape(-1, 20)[number, : made.steps], coordinates)
         np.testing.assert_array_equal(
             at_run_time.flags.reshape(-1, 20)[number, : len(expected)], flags[: len(expected)]
         )
@@ -108,7 +119,7 @@ def test_a_long_causal_window_is_planned_in_no_time_and_little_memory() -> None:
     tracemalloc.start()
     began = time.perf_counter()
     table = block_table(Causal() & SlidingWindow(1023, None), Grid(length, length, 1024, 1024))
-    made = work_list(table.kinds, table.content, *table.tiles("k", 512), stays="q")
+    made = block_list(table.kinds, table.content, *table.tiles("k", 512), stationary="q")
     seconds, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert seconds < 1

@@ -1,4 +1,6 @@
-"""Sinks of flash_attention: their gradient is one number a head, a sum over all queries, and no rounding may hide in it."""
+"""Sinks of flash_attention: their gradient is one number per head, a sum over all queries, which shows every
+rounding.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -6,9 +8,14 @@ from hypothesis import strategies as st
 
 from tests.ops.contract import able_to_run
 from tilewright import masks
+from tilewright.configs import (
+    AttentionTpuBackward,
+    AttentionTpuForward,
+    AttentionXlaBackward,
+    AttentionXlaForward,
+)
 from tilewright.core.dispatch import find_op
 from tilewright.ops.attention.cases import _case
-from tilewright.ops.attention.config import PallasTpuConfig, XlaConfig
 from tilewright.workbench.check import CaseCheck
 
 CASES = [
@@ -25,7 +32,7 @@ def assert_sinks_meet_the_oracle(implementation: str, case, dtype: str, seed: in
     with able_to_run(implementation):
         (verdict,) = [one.verdict for one in held.check(implementation, config) if one.quantity == "d sinks"]
     assert verdict.ok, f"{case.name}, seed {seed}: {verdict}"
-    # And not by twice what the plain version is off by: the sums are float32.
+    # A bound of its own, tighter than twice the error of the plain version: the sums are float32.
     assert verdict.error.relative < 1e-5
 
 
@@ -51,12 +58,15 @@ def test_their_gradient_in_plain_jax(case) -> None:
 )
 def test_their_gradient_in_the_tpu_kernel(case, dtype: str) -> None:
     """Blocks and chunks of 128: the sums are over several."""
-    assert_sinks_meet_the_oracle("pallas_tpu", case, dtype, 0, PallasTpuConfig(*[128] * 9))
+    assert_sinks_meet_the_oracle(
+        "pallas_tpu", case, dtype, 0, (AttentionTpuForward(*[128] * 4), AttentionTpuBackward(*[128] * 5))
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "d256_prefix"], ids=lambda case: case.name)
 def test_their_gradient_in_the_gpu_kernel(case) -> None:
+    """Heads of 256 are refused: test_wide_heads_with_sinks_have_no_backward_kernel_for_gpus."""
     assert_sinks_meet_the_oracle("pallas_gpu", case, "bfloat16", 0)
 
 
@@ -73,4 +83,6 @@ def test_their_gradient_in_the_gpu_kernel(case) -> None:
 )
 def test_their_gradient_in_any_draw(t, s, heads, d, mask, soft_cap, seed) -> None:
     case = _case("drawn", 2, t, s, heads, d, sinks=True, mask=mask, soft_cap=soft_cap)
-    assert_sinks_meet_the_oracle("xla", case, "bfloat16", seed, XlaConfig(block_q=24, block_k=40))
+    assert_sinks_meet_the_oracle(
+        "xla", case, "bfloat16", seed, (AttentionXlaForward(24, 40), AttentionXlaBackward(24, 40))
+    )

@@ -1,1 +1,1 @@
-"""Softmax attention: over whole sequences, over a cache, over pages of a cache."""
+"""Softmax attention: over whole sequences, over a cache, and over the pages of a cache."""

@@ -8,15 +8,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tilewright.core.arguments import FLOATING, shown
-from tilewright.core.dispatch import Op, register
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
-from tilewright.ops.attention.mask_algebra import FULL, PARTIAL, Grid, Mask, contains
-from tilewright.ops.attention.masks import Causal, Dense, SlidingWindow
+from tilewright.masks.algebra import Mask, contains
+from tilewright.masks.block_list import FULL, PARTIAL, Grid
+from tilewright.masks.library import Causal, Dense, SlidingWindow
+from tilewright.ops.attention.call import AttentionCall
 
 _MOST_BIAS_BYTES = 16 * 2**30
 _FARTHEST = 2**30
-# Queries and keys of a block that is looked at for any pair that attends; logits of a row of them, where they must be all.
-_LOOKED_AT, _LOOKED_AT_ONCE = 256, 2**22
+# Queries and keys of a block that is searched for a pair that attends; and the pairs that are evaluated at a time where
+# a mask has to be evaluated whole.
+_SEARCHED_BLOCK, _SEARCHED_PAIRS = 256, 2**22
 
 OP = register(
     Op(
@@ -42,8 +46,8 @@ def flash_attention(
     sinks: Float[Array, " H"] | None = None,
     q_offset: int = 0,
     return_logsumexp: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""Softmax attention, without ever holding the T x S weights.
 
@@ -53,28 +57,30 @@ def flash_attention(
         logsumexp_t = log(sum_{s attended by t} exp(a_ts) + exp(sinks_h))
         out_t = sum_{s attended by t} exp(a_ts - logsumexp_t) v_s
 
-    A query that attends to nothing gives zeros, gradients of zero, and a logsumexp of -inf (its sink, where there is one).
+    A query that attends to nothing gives zeros, gradients of zero, and a logsumexp of -inf (its sink, where there is
+    one).
 
     Args:
       q: queries [B, T, H, D], or [T, H, D]; float32 or bfloat16.
       k: keys [B, S, KV, D], of q's dtype. H is a multiple of KV: each KV head serves H / KV query heads.
       v: values [B, S, KV, Dv]. Dv may differ from D.
       mask: which query attends to which key. A value of `tilewright.masks` (or a numpy array of bool) is known when
-        traced: empty blocks cost nothing. A jax array of bool that broadcasts to [B, H, T, S] may change from call to call;
-        [B, 1, 1, S], which keys are there, costs no more than segments.
+        traced: empty blocks cost nothing. A jax array of bool that broadcasts to [B, H, T, S] may change from call to
+        call; [B, 1, 1, S], a mask of the keys alone, costs no more than segments.
       causal: whether a query attends to no key after its own position. Positions of queries begin at q_offset.
-      window: (left, right): a query attends to so many tokens before its own position, its own, and so many after it;
-        None is without end.
-      segment_ids: integers [B, T]; a query attends to keys of its own segment only. A pair (q ids [B, T], kv ids [B, S])
-        where they differ.
-      bias: added to the logits; it broadcasts to [B, H, T, S], and T may be 1. Gradients flow to it. Below -1e30 it masks.
-      scale: the factor of the logits, D ** -0.5 unless told; a number, known when traced.
+      window: (left, right): a query attends to `left` tokens before its own position, its own, and `right` after it;
+        None is unlimited.
+      segment_ids: integers [B, T]; a query attends to keys of its own segment only. A pair (q ids [B, T], kv ids
+        [B, S]) where they differ.
+      bias: added to the logits; it broadcasts to [B, H, T, S], and T may be 1. Gradients flow to it. A bias below -1e30
+        masks.
+      scale: the factor of the logits; defaults to D ** -0.5. A number, known when traced.
       soft_cap: bounds the logits to (-soft_cap, soft_cap), before bias and mask; a number, known when traced.
-      sinks: [H] a logit for each head that takes weight and has no value. Gradients flow to it.
-      q_offset: the position of the first query; a number, known when traced. With S - T queries are the last tokens.
+      sinks: [H], one logit per head that takes weight and has no value. Gradients flow to it.
+      q_offset: the position of the first query; a number, known when traced. With S - T the queries are the last ones.
       return_logsumexp: also return logsumexp [B, T, H], float32. Gradients flow through it.
       implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
-      config: block sizes, a config of the implementation (tilewright.ops.attention.config).
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:
       out [B, T, H, Dv] of q's dtype; with return_logsumexp a pair (out, logsumexp).
@@ -113,12 +119,21 @@ def flash_attention(
         if sinks is not None:
             logsumexp = jnp.broadcast_to(sinks.astype(logsumexp.dtype)[None, None, :], logsumexp.shape)
     else:
-        out, logsumexp = OP.run(
-            (q, k, v, bias, sinks, q_segments, kv_segments, dynamic),
-            {"mask": static, "scale": scale, "soft_cap": cap, "q_offset": int(q_offset)},
-            implementation=implementation,
-            config=config,
+        call = AttentionCall(
+            q=q,
+            k=k,
+            v=v,
+            bias=bias,
+            sinks=sinks,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            keep=dynamic,
+            mask=static,
+            scale=scale,
+            soft_cap=cap,
+            q_offset=int(q_offset),
         )
+        out, logsumexp = OP.run(call, implementation=implementation, config=config)
     if unbatched:
         out, logsumexp = out[0], logsumexp[0]
     return (out, logsumexp) if return_logsumexp else out
@@ -170,7 +185,7 @@ def _number(name: str, value: Any, default: float) -> float:
 def _settle_masks(
     mask: Any, causal: bool, window: Any, b: int, t: int, h: int, s: int, q_offset: int
 ) -> tuple[Mask | None, jax.Array | None]:
-    """One mask that is known now, and one array that is not; either may be None."""
+    """A mask that is known when traced, and a mask array that is not; either may be None."""
     static: Mask | None = None
     dynamic: jax.Array | None = None
     if isinstance(mask, np.ndarray):
@@ -198,7 +213,7 @@ def _settle_masks(
             and joined is not None
             and t * s
             and not _attends(joined, t, s, q_offset)
-            # A window alone may leave nothing: the keys of a call may be a part of a sequence, far from its queries.
+            # A window alone may leave nothing: the keys of a call may be a split of a sequence, far from its queries.
             and (_attends(alone, t, s, q_offset) or not _attends(static, t, s, q_offset))
         ):
             raise ValueError(
@@ -212,17 +227,17 @@ def _settle_masks(
 
 
 def _attends(mask: Mask, t: int, s: int, q_offset: int) -> bool:
-    """Whether any query attends to any key. It looks no further than the first that it finds."""
+    """Whether any query attends to any key. The search ends at the first that does."""
     if mask.computable:
-        grid = Grid(t, s, _LOOKED_AT, _LOOKED_AT, q_offset)
+        grid = Grid(t, s, _SEARCHED_BLOCK, _SEARCHED_BLOCK, q_offset)
         kinds = mask.kinds(grid)[0]  # [num_q, num_k]
         if np.any(kinds == FULL):
             return True
-        blocks = [(i * _LOOKED_AT, j * _LOOKED_AT) for i, j in np.argwhere(kinds == PARTIAL).tolist()]
-        size = (_LOOKED_AT, _LOOKED_AT)
+        blocks = [(i * _SEARCHED_BLOCK, j * _SEARCHED_BLOCK) for i, j in np.argwhere(kinds == PARTIAL).tolist()]
+        size = (_SEARCHED_BLOCK, _SEARCHED_BLOCK)
     else:
-        # Blocks would have to be looked at whole to know their kinds.
-        size = (max(1, _LOOKED_AT_ONCE // s), s)
+        # The kinds of blocks would take evaluating the mask whole.
+        size = (max(1, _SEARCHED_PAIRS // s), s)
         blocks = [(start, 0) for start in range(0, t, size[0])]
     for first_q, first_k in blocks:
         rows = np.arange(first_q, min(first_q + size[0], t))[:, None]
@@ -259,7 +274,7 @@ def _with_window(static: Mask | None, window: Any) -> Mask | None:
 
 
 def _four_axes(name: str, array: jax.Array, full: tuple[int, ...], may_be_one: tuple[int, ...]) -> jax.Array:
-    """The array with axes of one in front, [B or 1, H or 1, ...], or an error."""
+    """The array with axes of size 1 in front, [B or 1, H or 1, ...], or an error."""
     shape = (1,) * (4 - array.ndim) + array.shape
     fits = len(shape) == 4 and all(
         size == want or (size == 1 and axis in may_be_one)
@@ -298,12 +313,12 @@ def _settle_segments(ids: Any, b: int, t: int, s: int, unbatched: bool) -> tuple
 def _spread_mask(
     keep: jax.Array | None, q_ids: jax.Array | None, kv_ids: jax.Array | None, b: int, t: int, s: int
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """A mask array as [B or 1, H or 1, T, S]; one of the keys alone becomes segments, which are T times smaller."""
+    """A mask array as [B or 1, H or 1, T, S]. A mask of the keys alone becomes segments, which are T times smaller."""
     if keep is None:
         return None, q_ids, kv_ids
     if keep.shape[1:3] == (1, 1) and q_ids is None:
-        held = jnp.broadcast_to(keep[:, 0, 0], (b, s))
-        return None, jnp.zeros((b, t), jnp.int32), jnp.where(held, 0, 1).astype(jnp.int32)
+        valid = jnp.broadcast_to(keep[:, 0, 0], (b, s))
+        return None, jnp.zeros((b, t), jnp.int32), jnp.where(valid, 0, 1).astype(jnp.int32)
     return jnp.broadcast_to(keep, (*keep.shape[:2], t, s)), q_ids, kv_ids
 
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright import masks
 from tilewright.core.case import Case, Draw, Input, Work, normal
-from tilewright.ops.attention import masks
 
 
 def _packed(segments: int) -> Draw:
-    """Ids of so many sequences packed behind each other, of unequal lengths."""
+    """Ids of `segments` sequences of unequal lengths, packed one after the other."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         starts = jax.random.bernoulli(key, (segments - 1) / shape[-1], shape)
@@ -37,7 +37,7 @@ def _case(
     small: bool = False,
     **options: Any,
 ) -> Case:
-    """A case. `bias` has its B, H and T; `density` is told where the mask's own would take long to count."""
+    """A case. `bias` has its B, H and T; `density` is given where counting that of the mask would take long."""
     (h, kv), dv = heads, dv or d
     scale = logit_scale**0.5
     inputs = {
@@ -100,7 +100,7 @@ CASES: tuple[Case, ...] = (
         160,
         (2, 1),
         64,
-        # A prefix, or every fiftieth key of the past but its own; not made from positions alone.
+        # A prefix, or every fiftieth key of the past but its own; not computed from positions alone.
         mask=(masks.Causal() & masks.Dilated(50) & ~masks.SlidingWindow(0, 0)) | masks.Prefix(20),
         small=True,
     ),

@@ -1,14 +1,14 @@
 """Attention in plain JAX, a block of queries against a block of keys at a time: the logits never exist whole.
 
-Forward: for each block of queries a loop over the blocks of keys that its mask has work in, with an online softmax.
-Backward: for each block of keys a loop over the blocks of queries; the logits are made once more, and their gradient is
-used for dk and dv, which are then finished, and added to dq.
+Forward: for each block of queries, a loop over the blocks of keys that its mask has work in, with an online softmax.
+Backward: for each block of keys, a loop over the blocks of queries. The logits are recomputed; their gradient is summed
+into dk and dv, which are complete after the loop, and added to dq.
 
 Floor: 2 (D + Dv) FLOPs for each pair that attends, and 2 (3 D + 2 Dv) in the backward. Here whole blocks are computed.
-Blocks that a static mask leaves empty are skipped: the loops run over lists that are made when traced. Segments and mask
-arrays are applied, and skip nothing.
+Blocks that a static mask leaves empty are skipped: the loops run over lists that are made when traced. Segments and
+mask arrays are applied, and skip nothing.
 Memory beyond inputs and gradients: a few tiles [B, H, block_q, block_k], q, k, v and their gradients with the heads in
-front, and dq in float32. A mask that is not made from positions adds its different partial blocks.
+front, and dq in float32. A mask that is not computed from positions adds its distinct partial blocks.
 
 Any T and S: both are padded to whole blocks, which costs a copy where they are not; keys past S are masked.
 
@@ -16,46 +16,51 @@ Numerics: float32 inputs are multiplied in float32 (Precision.HIGHEST), on TPUs 
 logits are rounded to the inputs' dtype for the products that use them.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
-from tilewright.core.chip import Chip
-from tilewright.core.dispatch import Launch
+from tilewright.core.chip import MIB, Chip
+from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator
-from tilewright.ops.attention.config import XlaConfig
-from tilewright.ops.attention.gradient import Gradients, Operands, Rows, Settings, with_gradient
-from tilewright.ops.attention.mask_algebra import EMPTY, FULL, Grid, Mask
-from tilewright.ops.attention.plan import BlockTable, block_table
-from tilewright.ops.attention.reference import MASKED_BELOW
+from tilewright.masks.block_list import EMPTY, FULL, BlockTable, Grid, block_table
+from tilewright.ops.attention.call import AttentionCall
+from tilewright.ops.attention.config import AttentionXlaBackward, AttentionXlaForward
+from tilewright.ops.attention.softmax_rows import MASKED_BELOW, BackwardRows, SavedRows, backward_rows, outputs_of
 
-Config = XlaConfig
+_FLOAT32_BYTES = 4
+# A tile of logits in float32, over batch and heads. It bounds the temporary memory.
+_TILE_BYTES = 64 * MIB
 
 
-def default_config(chip: Chip, q: Any, k: Any, *arrays: Any, **options: Any) -> XlaConfig:
-    del chip, arrays, options
-    return XlaConfig.for_shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+def _choose(kind: Any, chip: Chip, call: AttentionCall) -> Any:
+    """Square tiles, 512 at most: smaller ones skip more of a causal mask, larger ones have fewer steps."""
+    (b, t, h, _), s = call.q.shape, call.k.shape[1]
+    side = 512
+    while side > 32 and b * h * side * side * _FLOAT32_BYTES > _TILE_BYTES:
+        side //= 2
+    # As many blocks as that needs, all of one size: the last is not left nearly empty.
+    return kind(*(-(-length // -(-length // side)) for length in (t, s)))
 
 
 class _Blocks:
-    """A call cut into blocks, with the heads in front: [B, KV, group, length, width]."""
+    """A call divided into blocks, with the heads in front: [B, KV, group, length, width]."""
 
-    def __init__(self, operands: Operands, settings: Settings, config: XlaConfig):
-        self.operands, self.settings = operands, settings
-        (self.b, self.t, self.h, self.d), (_, self.s, self.kv, self.dv) = operands.q.shape, operands.v.shape
-        self.group = self.h // self.kv
+    def __init__(self, call: AttentionCall, config: AttentionXlaForward | AttentionXlaBackward):
+        self.call, self.group = call, call.group
+        (self.b, self.t, self.h, self.d), (_, self.s, self.kv, self.dv) = call.q.shape, call.v.shape
         self.block_q, self.block_k = min(config.block_q, self.t), min(config.block_k, self.s)
-        self.grid = Grid(self.t, self.s, self.block_q, self.block_k, settings.q_offset)
-        self.table = block_table(settings.mask, self.grid)
-        self.accumulate = accumulator(operands.q.dtype)
-        self.q = self.heads_first(operands.q)  # [B, KV, group, T, D]
-        self.k = self.pad(operands.k.transpose(0, 2, 1, 3), 2, self.block_k)  # [B, KV, S, D]
-        self.v = self.pad(operands.v.transpose(0, 2, 1, 3), 2, self.block_k)
-        bias, q_ids, kv_ids, keep = operands.bias, operands.q_segments, operands.kv_segments, operands.keep
+        self.grid = Grid(self.t, self.s, self.block_q, self.block_k, call.q_offset)
+        self.table = block_table(call.mask, self.grid)
+        self.accumulate = accumulator(call.q.dtype)
+        self.q = self.heads_first(call.q)  # [B, KV, group, T, D]
+        self.k = self.pad(call.k.transpose(0, 2, 1, 3), 2, self.block_k)  # [B, KV, S, D]
+        self.v = self.pad(call.v.transpose(0, 2, 1, 3), 2, self.block_k)
+        bias, q_ids, kv_ids, keep = call.bias, call.q_segments, call.kv_segments, call.keep
         if bias is not None:
             bias = self.pad(self.pad(bias, 3, self.block_k), 2, self.block_q if bias.shape[2] > 1 else 1)
         self.bias = bias
@@ -63,7 +68,7 @@ class _Blocks:
         self.kv_ids = None if kv_ids is None else self.pad(kv_ids, 1, self.block_k)
         self.keep = None if keep is None else self.pad(self.pad(keep, 3, self.block_k), 2, self.block_q)
         self.contents, self.content = None, None
-        if settings.mask is not None and not settings.mask.computable:
+        if call.mask is not None and not call.mask.computable:
             self.contents, self.content = _contents(self.table)
 
     @staticmethod
@@ -83,8 +88,8 @@ class _Blocks:
         return self.pad(array.reshape(self.b, self.kv, self.group, self.t), 3, self.block_q)[..., None]
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Zeros to start a loop with, whose type inside shard_map is that of what will be added."""
-        return vary_over(jnp.zeros(shape, dtype), varying_axes(self.operands.q))
+        """Zeros to start a loop with; inside shard_map they vary over the same axes as what is added."""
+        return vary_over(jnp.zeros(shape, dtype), varying_axes(self.call.q))
 
     def block(self, array: jax.Array, axis: int, index: jax.Array, size: int) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(array, index * size, size, axis)
@@ -93,11 +98,13 @@ class _Blocks:
         return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=self.accumulate)
 
     def logits(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A tile of logits, -inf where a pair does not attend, and without bias: each [B, KV, group, block_q, block_k]."""
+        """A tile of logits, -inf where a pair does not attend, and without bias: each [B, KV, group, block_q,
+        block_k].
+        """
         block_q, block_k = self.block_q, self.block_k
         q, k = self.block(self.q, 3, i, block_q), self.block(self.k, 2, j, block_k)
-        raw = self.dot("bkgqd,bksd->bkgqs", q, k) * self.settings.scale
-        cap = self.settings.soft_cap
+        raw = self.dot("bkgqd,bksd->bkgqs", q, k) * self.call.scale
+        cap = self.call.soft_cap
         capped = raw if cap is None else cap * jnp.tanh(raw / cap)
         logits = capped
         if self.bias is not None:
@@ -107,8 +114,8 @@ class _Blocks:
         rows = i * block_q + jnp.arange(block_q, dtype=jnp.int32)[:, None]
         columns = j * block_k + jnp.arange(block_k, dtype=jnp.int32)[None, :]
         allowed = jnp.broadcast_to(columns < self.s, (block_q, block_k))
-        if self.settings.mask is not None and self.contents is None:
-            allowed = allowed & self.settings.mask.keep(rows, columns, self.settings.q_offset)
+        if self.call.mask is not None and self.contents is None:
+            allowed = allowed & self.call.mask.keep(rows, columns, self.call.q_offset)
         allowed = allowed[None, None]
         if self.contents is not None and self.content is not None:
             here = jax.lax.dynamic_index_in_dim(self.content, i, 1, keepdims=False)
@@ -132,7 +139,7 @@ class _Blocks:
 
 
 def _contents(table: BlockTable) -> tuple[jax.Array, jax.Array]:
-    """The different blocks of a mask, full and empty ones too, and which one each block has."""
+    """The distinct blocks of a mask, full and empty ones included, and the index of each block's contents."""
     shape = table.contents.shape[1:]
     every = np.concatenate([table.contents, np.ones((1, *shape), bool), np.zeros((1, *shape), bool)])
     full, empty = len(table.contents), len(table.contents) + 1
@@ -140,68 +147,69 @@ def _contents(table: BlockTable) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(every), jnp.asarray(which.astype(np.int32))
 
 
-def _visits(table: BlockTable, stays: str) -> tuple[jax.Array, jax.Array]:
-    """For each block that stays, the blocks that any head visits [num, longest], and how many they are [num]."""
+def _visits(table: BlockTable, stationary: str) -> tuple[jax.Array, jax.Array]:
+    """For each stationary block, the blocks that any head visits [num, longest], and their number [num]."""
     visited = (table.kinds != EMPTY).any(0)
-    visited = visited if stays == "q" else visited.T
+    visited = visited if stationary == "q" else visited.T
     counts = visited.sum(1)
     longest = max(1, int(counts.max()))
     order = np.argsort(~visited, axis=1, stable=True)[:, :longest]
     return jnp.asarray(order.astype(np.int32)), jnp.asarray(counts.astype(np.int32))
 
 
-def _forward(operands: Operands, settings: Settings, launch: Launch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    blocks = _Blocks(operands, settings, launch.config)
+def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], SavedRows]:
+    blocks = _Blocks(call, launch.config)
     visits, counts = _visits(blocks.table, "q")
     rows = (blocks.b, blocks.kv, blocks.group, blocks.block_q, 1)
     lowest = jnp.full(rows, MASKED_BELOW, blocks.accumulate)
     total_at_start = jnp.zeros(rows, blocks.accumulate)
-    if operands.sinks is not None:
-        # A sink is a key that was seen already, without a value.
-        sinks = operands.sinks.astype(blocks.accumulate).reshape(1, blocks.kv, blocks.group, 1, 1)
+    if call.sinks is not None:
+        # A sink counts as a key that was visited first and has no value.
+        sinks = call.sinks.astype(blocks.accumulate).reshape(1, blocks.kv, blocks.group, 1, 1)
         lowest = jnp.maximum(lowest, jnp.broadcast_to(sinks, rows))
         total_at_start = jnp.broadcast_to(jnp.exp(sinks - lowest[:1, :, :, :1]), rows)
 
     def rows_of(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         def step(n: jax.Array, carry: Any) -> Any:
-            highest, total, acc = carry
+            row_max, total, acc = carry
             j = visits[i, n]
             logits, _ = blocks.logits(i, j)  # [B, KV, group, block_q, block_k]
-            new_highest = jnp.maximum(highest, jnp.max(logits, axis=4, keepdims=True))
-            weights = jnp.exp(logits - new_highest)
-            alpha = jnp.exp(highest - new_highest)
+            new_max = jnp.maximum(row_max, jnp.max(logits, axis=4, keepdims=True))
+            weights = jnp.exp(logits - new_max)
+            alpha = jnp.exp(row_max - new_max)
             total = total * alpha + jnp.sum(weights, axis=4, keepdims=True)
             v = blocks.block(blocks.v, 2, j, blocks.block_k)
             acc = acc * alpha + blocks.dot("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
-            return new_highest, total, acc
+            return new_max, total, acc
 
-        axes = varying_axes(operands.q)
+        axes = varying_axes(call.q)
         start = (
             vary_over(lowest, axes),
             vary_over(total_at_start, axes),
             blocks.zeros((*rows[:4], blocks.dv), blocks.accumulate),
         )
-        highest, total, acc = jax.lax.fori_loop(0, counts[i], step, start)
+        row_max, total, acc = jax.lax.fori_loop(0, counts[i], step, start)
         out = acc / jnp.where(total == 0, 1.0, total)
-        return out.astype(operands.q.dtype), highest[..., 0], total[..., 0]
+        return out.astype(call.q.dtype), row_max[..., 0], total[..., 0]
 
-    out, highest, total = jax.lax.map(rows_of, jnp.arange(blocks.grid.num_q, dtype=jnp.int32))
+    out, row_max, total = jax.lax.map(rows_of, jnp.arange(blocks.grid.num_q, dtype=jnp.int32))
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B, num_q, block_q, KV, group, Dv]
     out = out.reshape(blocks.b, -1, blocks.h, blocks.dv)[:, : blocks.t]
 
     def statistic(array: jax.Array) -> jax.Array:
         return jnp.moveaxis(array, 0, 3).reshape(blocks.b, blocks.h, -1)[:, :, : blocks.t]
 
-    return out, statistic(highest), statistic(total)
+    saved = SavedRows(out, statistic(row_max), statistic(total))
+    return outputs_of(saved), saved
 
 
 class _BlockRows:
-    """What the backward needs of each query, with the heads in front."""
+    """What the backward needs per query, with the heads in front."""
 
-    def __init__(self, blocks: _Blocks, d_out: jax.Array, rows: Rows):
+    def __init__(self, blocks: _Blocks, rows: BackwardRows):
         self.blocks = blocks
-        self.d_out = blocks.heads_first(d_out)  # [B, KV, group, T, Dv]
-        self.highest, self.delta = blocks.rows_first(rows.highest), blocks.rows_first(rows.delta)
+        self.d_out = blocks.heads_first(rows.d_out)  # [B, KV, group, T, Dv]
+        self.row_max, self.delta = blocks.rows_first(rows.row_max), blocks.rows_first(rows.delta)
         total = blocks.rows_first(rows.total)
         self.factor = jnp.where(total == 0, 0.0, 1.0 / jnp.where(total == 0, 1.0, total))
 
@@ -212,7 +220,7 @@ class _BlockRows:
         """Weights, their gradients, and the soft-capped part of the logits: each [B, KV, group, block_q, block_k]."""
         blocks = self.blocks
         logits, capped = blocks.logits(i, j)
-        weights = jnp.exp(logits - self.of(self.highest, i)) * self.of(self.factor, i)
+        weights = jnp.exp(logits - self.of(self.row_max, i)) * self.of(self.factor, i)
         v = blocks.block(blocks.v, 2, j, blocks.block_k)
         d_weights = blocks.dot("bkgqd,bksd->bkgqs", self.of(self.d_out, i), v)
         return weights, d_weights, capped
@@ -222,61 +230,65 @@ class _BlockRows:
         return weights * (d_weights - self.of(self.delta, i))
 
 
-def backward(operands: Operands, d_out: jax.Array, statistics: Rows, settings: Settings, launch: Launch) -> Gradients:
-    blocks = _Blocks(operands, settings, launch.config)
-    rows = _BlockRows(blocks, d_out, statistics)
+def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: Launch) -> AttentionCall:
+    statistics = backward_rows(call, saved, cotangents)
+    blocks = _Blocks(call, launch.config)
+    rows = _BlockRows(blocks, statistics)
     visits, counts = _visits(blocks.table, "k")
-    dtype, accumulate, cap = operands.q.dtype, blocks.accumulate, settings.soft_cap
-
-    sink = None if statistics.sink is None else blocks.rows_first(statistics.sink)
+    dtype, accumulate, cap = call.q.dtype, blocks.accumulate, call.soft_cap
+    sink = None if statistics.sink_weight is None else blocks.rows_first(statistics.sink_weight)
 
     def keys_of(carried: Any, j: jax.Array) -> tuple[Any, Any]:
         k = blocks.block(blocks.k, 2, j, blocks.block_k)
 
         def step(n: jax.Array, carry: Any) -> Any:
-            dq, drawn, dk, dv = carry
+            dq, pull, dk, dv = carry
             i = visits[j, n]
             weights, d_weights, capped = rows.gradients(i, j)
             if sink is not None:
-                drawn = drawn + jnp.sum(rows.of(sink, i) * weights * d_weights, axis=(3, 4))
+                pull = pull + jnp.sum(rows.of(sink, i) * weights * d_weights, axis=(3, 4))
             d_logits = rows.of_logits(i, weights, d_weights)
             dv = dv + blocks.dot("bkgqs,bkgqd->bksd", weights.astype(dtype), rows.of(rows.d_out, i))
             if cap is not None:
                 d_logits = d_logits * (1.0 - jnp.square(capped / cap))
-            d_logits = (d_logits * settings.scale).astype(dtype)
+            d_logits = (d_logits * call.scale).astype(dtype)
             dk = dk + blocks.dot("bkgqs,bkgqd->bksd", d_logits, rows.of(blocks.q, i))
             added = rows.of(dq, i) + blocks.dot("bkgqs,bksd->bkgqd", d_logits, k)
-            return jax.lax.dynamic_update_slice_in_dim(dq, added, i * blocks.block_q, 3), drawn, dk, dv
+            return jax.lax.dynamic_update_slice_in_dim(dq, added, i * blocks.block_q, 3), pull, dk, dv
 
         start = (*carried, blocks.zeros(k.shape, accumulate), blocks.zeros((*k.shape[:3], blocks.dv), accumulate))
         *carried, dk, dv = jax.lax.fori_loop(0, counts[j], step, start)
         return tuple(carried), (dk.astype(dtype), dv.astype(dtype))
 
-    none_drawn = blocks.zeros((blocks.b, blocks.kv, blocks.group), accumulate)
-    start = (blocks.zeros(blocks.q.shape, accumulate), None if sink is None else none_drawn)
-    (dq, drawn), (dk, dv) = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
-    dq = jnp.moveaxis(dq[:, :, :, : blocks.t], 3, 1).reshape(operands.q.shape).astype(dtype)
+    no_pull = blocks.zeros((blocks.b, blocks.kv, blocks.group), accumulate)
+    start = (blocks.zeros(blocks.q.shape, accumulate), None if sink is None else no_pull)
+    (dq, pull), (dk, dv) = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
+    dq = jnp.moveaxis(dq[:, :, :, : blocks.t], 3, 1).reshape(call.q.shape)
 
     def of_keys(array: jax.Array) -> jax.Array:
         """[num_k, B, KV, block_k, ...] as [B, S, KV, ...]."""
         joined = jnp.moveaxis(array, (0, 3), (1, 2))
         return joined.reshape(blocks.b, -1, blocks.kv, array.shape[-1])[:, : blocks.s]
 
-    dbias = None
-    if operands.bias is not None:
-        dbias = bias_gradient(operands, d_out, statistics, settings, launch.config)
-    drawn = None if drawn is None else jnp.sum(drawn, axis=0).reshape(blocks.h)
-    return Gradients(dq, of_keys(dk), of_keys(dv), dbias, drawn)
+    d_bias = None if call.bias is None else bias_gradient(call, statistics, launch.config)
+    pull = None if pull is None else jnp.sum(pull, axis=0).reshape(blocks.h)
+    return call.gradients(q=dq, k=of_keys(dk), v=of_keys(dv), bias=d_bias, sinks=statistics.d_sinks(pull))
 
 
-def bias_gradient(
-    operands: Operands, d_out: jax.Array, statistics: Rows, settings: Settings, config: XlaConfig
-) -> jax.Array:
-    """The gradient of the bias, summed over what it was broadcast over. Apart, so that jit drops it where it is unused."""
-    blocks = _Blocks(operands, settings, config)
-    rows = _BlockRows(blocks, d_out, statistics)
+def default_backward_config(chip: Chip, call: AttentionCall) -> AttentionXlaBackward:
+    """The config for `bias_gradient` where another implementation calls it."""
+    return _choose(AttentionXlaBackward, chip, call)
+
+
+def bias_gradient(call: AttentionCall, statistics: BackwardRows, config: AttentionXlaBackward) -> jax.Array:
+    """The gradient of the bias, summed over the axes that it was broadcast over.
+
+    It has loops of its own, so that jit drops them where the gradient is not used.
+    """
+    blocks = _Blocks(call, config)
+    rows = _BlockRows(blocks, statistics)
     visits, counts = _visits(blocks.table, "k")
-    assert operands.bias is not None
+    assert call.bias is not None
     assert blocks.bias is not None
     summed_over = [axis for axis in range(3) if blocks.bias.shape[axis] == 1]
 
@@ -293,28 +305,10 @@ def bias_gradient(
 
     start = blocks.zeros(blocks.bias.shape, blocks.accumulate)
     dbias, _ = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
-    return dbias[:, :, : operands.bias.shape[2], : blocks.s].astype(operands.bias.dtype)
+    return dbias[:, :, : call.bias.shape[2], : blocks.s]
 
 
-_flash_attention = with_gradient(_forward, backward)
-
-
-def flash_attention_xla(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S KV D"],
-    v: Float[Array, "B S KV Dv"],
-    bias: Float[Array, "_ _ _ S"] | None,
-    sinks: Float[Array, " H"] | None,
-    q_segments: Int[Array, "B T"] | None,
-    kv_segments: Int[Array, "B S"] | None,
-    keep: Bool[Array, "_ _ T S"] | None,
-    *,
-    mask: Mask | None,
-    scale: float,
-    soft_cap: float | None,
-    q_offset: int,
-    launch: Launch,
-) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Out and logsumexp."""
-    settings = Settings(mask, scale, soft_cap, q_offset)
-    return _flash_attention(q, k, v, bias, sinks, q_segments, kv_segments, keep, settings, launch)
+IMPLEMENTATION = Implementation(
+    forward=Pass(_forward, AttentionXlaForward, functools.partial(_choose, AttentionXlaForward)),
+    backward=Pass(_backward, AttentionXlaBackward, functools.partial(_choose, AttentionXlaBackward)),
+)

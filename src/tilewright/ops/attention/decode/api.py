@@ -8,7 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, shown
-from tilewright.core.dispatch import Op, register
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.ops.attention.decode.call import DecodeCall, PagedCall
 
 _MOST_QUERIES = 64
 _IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
@@ -29,32 +31,32 @@ def decode_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     return_logsumexp: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""Attention of one or a few tokens at the end of each sequence over its cache.
 
-    The cache of sequence b holds `lengths[b]` tokens, the queries' own the last of them: query t of T stands at position
+    The cache of sequence b holds `lengths[b]` tokens, of which the queries' own are the last: query t of T is at position
     p = lengths[b] - T + t, and attends to the keys s with p - window <= s <= p. With a_s = cap(scale q . k_s),
 
         out = sum_s exp(a_s - logsumexp) v_s        logsumexp = log(sum_s exp(a_s) + exp(sinks_h))
 
-    What the cache holds past the length is never used, whatever it is. A query without a key gives zeros.
+    What the cache holds past the length is never used, even NaN. A query without a key gives zeros.
 
     Args:
       q: queries [B, T, H, D], or [B, H, D] for one token each; float32 or bfloat16.
       k: keys [B, S, KV, D], of q's dtype; S is the room of the cache. H is a multiple of KV.
       v: values [B, S, KV, Dv].
-      lengths: [B] integers, the tokens of each sequence, the new ones included. A length outside of [0, S] makes the
+      lengths: [B] integers, the tokens of each sequence, including the new ones. A length outside of [0, S] makes the
         result of its sequence NaN.
       window: how many tokens before its own position a query attends to; None for all.
-      scale: the factor of the logits, D ** -0.5 unless told; a number, known when traced.
+      scale: the factor of the logits; defaults to D ** -0.5. A number, known when traced.
       soft_cap: bounds the logits to (-soft_cap, soft_cap); a number, known when traced.
-      sinks: [H] a logit for each head that takes weight and has no value.
-      return_logsumexp: also return logsumexp [B, T, H], float32.
+      sinks: [H], one logit per head that takes weight and has no value.
+      return_logsumexp: also returns logsumexp [B, T, H], float32.
       implementation: "pallas_tpu", "pallas_gpu" (Hopper, bfloat16), "xla" or "reference"; None takes the best that this
         device can run.
-      config: block sizes (tilewright.ops.attention.decode.config).
+      config: block sizes: a config of `tilewright.configs`.
 
     Returns:
       out [B, T, H, Dv] (or [B, H, Dv]) of q's dtype; with return_logsumexp a pair.
@@ -67,22 +69,10 @@ def decode_attention(
             )
         if array.shape[0] != q.shape[0]:
             raise ValueError(f"{name} is {shown(array)} and q has B={q.shape[0]}; there must be a cache for each q")
-    return _attend(
-        DECODE,
-        q,
-        k,
-        v,
-        None,
-        lengths,
-        k.shape[1],
-        window,
-        scale,
-        soft_cap,
-        sinks,
-        return_logsumexp,
-        implementation,
-        config,
-    )
+    arrays = {"q": q, "k": k, "v": v, "page_table": None, "lengths": jnp.asarray(lengths), "sinks": sinks}
+    options = {"window": window, "scale": scale, "soft_cap": soft_cap}
+    results = _attend(DECODE, DecodeCall, arrays, options, k.shape[1], implementation, config)
+    return results if return_logsumexp else results[0]
 
 
 def paged_attention(
@@ -97,10 +87,10 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     return_logsumexp: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Array | tuple[Array, Array]:
-    r"""`decode_attention` over a cache that lies in pages, which sequences share a pool of.
+    r"""`decode_attention` over a cache in pages of a pool that the sequences share.
 
     Key s of sequence b is row s % page of page `page_table[b, s // page]`. Entries of the table past the length of a
     sequence are never used; they may be anything.
@@ -110,15 +100,15 @@ def paged_attention(
       k_pages: the pool of keys [P, page, KV, D], of q's dtype.
       v_pages: the pool of values [P, page, KV, Dv].
       page_table: [B, pages] integers, the pages of each sequence in order.
-      lengths: [B] integers, the tokens of each sequence, the new ones included.
-      window: as for `decode_attention`, like all that follow.
+      lengths: [B] integers, the tokens of each sequence, including the new ones.
+      window: as for `decode_attention`, like all arguments that follow.
       scale: the factor of the logits.
       soft_cap: bounds the logits.
-      sinks: [H] a logit for each head.
-      return_logsumexp: also return logsumexp [B, T, H], float32.
+      sinks: [H], one logit per head.
+      return_logsumexp: also returns logsumexp [B, T, H], float32.
       implementation: "pallas_tpu", "pallas_gpu" (Hopper, bfloat16), "xla" or "reference"; None takes the best that this
         device can run.
-      config: block sizes (tilewright.ops.attention.decode.config).
+      config: block sizes: a config of `tilewright.configs`.
 
     Returns:
       out [B, T, H, Dv] (or [B, H, Dv]) of q's dtype; with return_logsumexp a pair.
@@ -135,32 +125,27 @@ def paged_attention(
     if table.shape[1] == 0:
         raise ValueError(f"page_table is {shown(table)}; it must have a page or more for each sequence: [B, pages]")
     if not np.can_cast(table.dtype, np.int32):
-        table = jnp.clip(table, 0, k.shape[0] - 1)  # No page outside of the pool becomes one in it.
+        table = jnp.clip(table, 0, k.shape[0] - 1)  # The cast would turn some pages outside of the pool into others.
     table = table.astype(jnp.int32)
-    room = table.shape[1] * k.shape[1]
-    return _attend(
-        PAGED, q, k, v, table, lengths, room, window, scale, soft_cap, sinks, return_logsumexp, implementation, config
-    )
+    arrays = {"q": q, "k": k, "v": v, "page_table": table, "lengths": jnp.asarray(lengths), "sinks": sinks}
+    options = {"window": window, "scale": scale, "soft_cap": soft_cap}
+    results = _attend(PAGED, PagedCall, arrays, options, table.shape[1] * k.shape[1], implementation, config)
+    return results if return_logsumexp else results[0]
 
 
 def _attend(
     op: Op,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    table: jax.Array | None,
-    lengths: Any,
+    kind: type[DecodeCall],
+    arrays: dict[str, Any],
+    options: dict[str, Any],
     room: int,
-    window: Any,
-    scale: Any,
-    soft_cap: Any,
-    sinks: Any,
-    return_logsumexp: bool,
-    implementation: str | None,
-    config: Any,
-) -> Any:
-    lengths = jnp.asarray(lengths)
-    _validate(q, k, v, lengths, window, scale, soft_cap)
+    implementation: ImplementationName | None,
+    config: Config | tuple[Config, ...] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out and logsumexp. Arrays and options are those of the call, not validated yet."""
+    q, lengths, sinks = arrays["q"], arrays["lengths"], arrays["sinks"]
+    window, scale, soft_cap = options["window"], options["scale"], options["soft_cap"]
+    _validate(q, arrays["k"], arrays["v"], lengths, window, scale, soft_cap)
     one_token = q.ndim == 3
     q = q[:, None] if one_token else q
     h, d = q.shape[2:]
@@ -168,23 +153,18 @@ def _attend(
         sinks = jnp.asarray(sinks)
         if sinks.shape != (h,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
             raise ValueError(f"sinks is {shown(sinks)}; it must be floating [H] = [{h}], a logit for each query head")
+        sinks = sinks.reshape(1, h)
     if not np.can_cast(lengths.dtype, np.int32):
-        # What does not fit into 32 bits is out of range, and stays so.
+        # A length that does not fit into 32 bits is out of range, and has to stay so.
         lengths = jnp.where((lengths >= 0) & (lengths <= room), lengths.astype(jnp.int32), -1)
-    lengths = lengths.astype(jnp.int32)
-    out, logsumexp = op.run(
-        (q, k, v, table, lengths, sinks),
-        {
-            "window": None if window is None else int(window),
-            "scale": float(d**-0.5 if scale is None else scale),
-            "soft_cap": None if soft_cap is None else float(soft_cap),
-        },
-        implementation=implementation,
-        config=config,
+    call = kind(
+        **arrays | {"q": q, "lengths": lengths.astype(jnp.int32), "sinks": sinks},
+        window=None if window is None else int(window),
+        scale=float(d**-0.5 if scale is None else scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
     )
-    if one_token:
-        out, logsumexp = out[:, 0], logsumexp[:, 0]
-    return (out, logsumexp) if return_logsumexp else out
+    out, logsumexp = op.run(call, implementation=implementation, config=config)
+    return (out[:, 0], logsumexp[:, 0]) if one_token else (out, logsumexp)
 
 
 def _queries(q: Any) -> jax.Array:
@@ -201,7 +181,7 @@ def _validate(
 ) -> None:
     if q.ndim == 4 and q.shape[1] > _MOST_QUERIES:
         raise ValueError(
-            f"q has T={q.shape[1]} queries a sequence; decoding takes {_MOST_QUERIES} at most: use flash_attention for "
+            f"q has T={q.shape[1]} queries per sequence; decoding takes {_MOST_QUERIES} at most: use flash_attention for "
             f"whole sequences"
         )
     if k.dtype != q.dtype or v.dtype != q.dtype:

@@ -1,35 +1,32 @@
-"""What lengths and pages that are out of range come to, for implementations in plain JAX around a call."""
+"""What lengths and pages that are out of range give, for implementations that check them outside of their kernel."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tilewright.core.implementation import Launch
+from tilewright.ops.attention.decode.call import DecodeCall
 
-def room_of(k: Any, page_table: Any) -> int:
-    """Keys that there is room for in each sequence."""
-    return k.shape[1] if page_table is None else k.shape[1] * page_table.shape[1]
+Outputs = tuple[jax.Array, jax.Array]
+"""out [B, T, H, Dv] and logsumexp [B, T, H]."""
 
 
-def within_bounds(run: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`run`, which then sees pages of the pool and lengths from 0 to the room only.
+def within_bounds(run: Callable[[DecodeCall, Launch], Outputs]) -> Callable[..., tuple[Outputs, None]]:
+    """Returns a forward pass that calls `run` with pages of the pool and lengths from 0 to the room only.
 
-    A sequence with another length is NaN. `pallas_gpu` does without: the lengths before a kernel and the factor behind it
-    would be a launch each.
+    A sequence with another length gives NaN. `pallas_gpu` checks inside its kernel: the lengths before it and the factor
+    after it would be a launch each.
     """
 
-    @functools.wraps(run)
-    def bounded(
-        q: Any, k: Any, v: Any, page_table: Any, lengths: Any, sinks: Any, **options: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        in_range = (lengths >= 0) & (lengths <= room_of(k, page_table))
-        if page_table is not None:
-            page_table = jnp.clip(page_table, 0, k.shape[0] - 1)
-        out, logsumexp = run(q, k, v, page_table, jnp.where(in_range, lengths, 0), sinks, **options)
+    def forward(call: DecodeCall, launch: Launch, *, save: bool) -> tuple[Outputs, None]:
+        in_range = (call.lengths >= 0) & (call.lengths <= call.room)
+        bounded = {"lengths": jnp.where(in_range, call.lengths, 0)}
+        if call.page_table is not None:
+            bounded["page_table"] = jnp.clip(call.page_table, 0, call.k.shape[0] - 1)
+        out, logsumexp = run(call.with_arrays(bounded), launch)
         factor = jnp.where(in_range, 1.0, jnp.nan)
         out = out * factor.astype(out.dtype)[:, None, None, None]
-        return out, logsumexp + (factor - 1.0).astype(logsumexp.dtype)[:, None, None]
+        return (out, logsumexp + (factor - 1.0).astype(logsumexp.dtype)[:, None, None]), None
 
-    return bounded
+    return forward

@@ -4,17 +4,16 @@ For each sequence and key head, an online softmax of its few queries over the ke
 
     a_s = log2(e) cap(scale q . k_s)      out = sum_s 2^(a_s - m) v_s / l      logsumexp = (m + log2 l) / log2(e)
 
-Floor: the keys and values that are attended to, read once; the rest is small. Here they are read once, in whole blocks.
+Floor: the keys and values that are attended to, read once; the rest is small. The kernel reads them once, in whole blocks.
 
 Blocking: grid (B, KV / block_heads, steps), the steps in order. A step fetches block_k keys of block_heads heads, or
-as many pages: a page is an input of its own with an index of its own, from the prefetched table, so a step can have
-several. Steps past a sequence's length, and before its window, keep the index of the step beside them: nothing is
-fetched for them, and nothing computed.
+several pages: each page is an input with an index of its own, from the prefetched table. Steps past a sequence's length,
+and before its window, repeat the index of a neighbouring step: nothing is fetched for them, and nothing computed.
 
-The queries of a group, and the few tokens, are the sublanes of one operand [T * group, D], so a key head is multiplied
+The query heads of a group, and the few tokens, are the sublanes of one operand [T * group, D], so a key head is multiplied
 with all its query heads at once; rows are padded to 16.
 
-Edges: what a block holds past the length is not defined, and in a cache it may be anything. Logits are masked there, and
+Edges: what a block holds past the length is not defined, and a cache may hold anything there. Logits are masked there, and
 so are the values, since 0 times NaN is NaN.
 
 Numerics as in flash_attention. The gradient is that of the xla version: decoding is not trained through.
@@ -27,75 +26,67 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
 
-from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
-from tilewright.core.dispatch import Launch
-from tilewright.core.manual_axes import output_like
-from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.attention.decode.bounds import room_of, within_bounds
-from tilewright.ops.attention.decode.config import PallasTpuConfig
-from tilewright.ops.attention.decode.gradient import with_plain_gradient
-from tilewright.ops.attention.tpu_tiles import LOG2_E, LOWEST, MASKED, dot_f32, pad_to
+from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
+from tilewright.core.implementation import Implementation, Launch, Pass, gradient_of
+from tilewright.ops.attention.decode import xla
+from tilewright.ops.attention.decode.bounds import Outputs, within_bounds
+from tilewright.ops.attention.decode.call import DecodeCall
+from tilewright.ops.attention.decode.config import DecodeTpuForward
+from tilewright.ops.attention.pallas_tpu.tiles import dot_f32, pad_to
+from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, MASKED
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, padded_bytes
 
-Config = PallasTpuConfig
-
-
-def _page(k: Any, page_table: Any) -> int | None:
-    return None if page_table is None else k.shape[1]
-
-
-def default_config(
-    chip: Chip, q: Any, k: Any, v: Any, page_table: Any, *arrays: Any, **options: Any
-) -> PallasTpuConfig:
-    del arrays, options
-    return PallasTpuConfig.for_shape(
-        chip,
-        room_of(k, page_table),
-        _page(k, page_table),
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        jnp.dtype(q.dtype).itemsize,
-    )
+_KEYS = 512  # Per step, as far as they fit.
+_MOST_HEADS = 4
+_MOST_PAGES = 8  # More pages are more copies and code per step than they save.
+_VMEM_SHARE = 0.6
+_WORD_BYTES = 4
 
 
-def unsupported_reason(
-    launch: Launch, q: Any, k: Any, v: Any, page_table: Any, *arrays: Any, **options: Any
-) -> str | None:
-    del arrays, options
-    config: PallasTpuConfig = launch.config
-    itemsize = jnp.dtype(q.dtype).itemsize
-    if q.dtype == jnp.float64:
+def _heuristic(chip: Chip, call: DecodeCall) -> DecodeTpuForward:
+    """About 512 keys per step, of up to four heads at a time, as far as they fit."""
+    heads, page, room = call.k.shape[2], call.page, call.room
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n == heads or _fills_lanes(call, n))]
+    block_heads = max((n for n in fitting if n <= _MOST_HEADS), default=fitting[0])
+    budget = _VMEM_SHARE * (chip.vmem_bytes or 16 * MIB)
+    keys = min(_KEYS, -(-room // ROW_TILE) * ROW_TILE)
+    while True:
+        pages = 1 if page is None else min(max(1, keys // page), _MOST_PAGES, -(-room // page))
+        config = DecodeTpuForward(keys, pages, block_heads)
+        if keys <= ROW_TILE or max(_memory(call, Launch(chip, config, None)).values()) <= budget:
+            return config
+        keys = max(ROW_TILE, keys // 2 // ROW_TILE * ROW_TILE)
+
+
+def _fills_lanes(call: DecodeCall, block_heads: int) -> bool:
+    return all(block_heads * width % LANES == 0 for width in (call.q.shape[3], call.v.shape[3]))
+
+
+def _unsupported_reason(call: DecodeCall, launch: Launch) -> str | None:
+    config: DecodeTpuForward = launch.config
+    if call.q.dtype == jnp.float64:
         return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
-    heads, widths = k.shape[2], (q.shape[3], v.shape[3])
-    whole_lanes = all(config.block_heads * width % LANES == 0 for width in widths)
-    if heads % config.block_heads or (config.block_heads != heads and not whole_lanes):
+    heads = call.k.shape[2]
+    if heads % config.block_heads or (config.block_heads != heads and not _fills_lanes(call, config.block_heads)):
         return (
-            f"block_heads={config.block_heads} must divide KV={heads}, and fill whole lanes ({LANES}) with D={widths[0]} "
-            f"and Dv={widths[1]} or be all of them; use {heads}, or implementation='xla'"
+            f"block_heads={config.block_heads} must divide KV={heads}, and fill whole lanes ({LANES}) with "
+            f"D={call.q.shape[3]} and Dv={call.v.shape[3]} or be all of them; use {heads}, or implementation='xla'"
         )
-    page = _page(k, page_table)
-    tile = 8 * 4 // itemsize
-    if page is not None and page % tile:
+    tile = SUBLANES * _WORD_BYTES // call.q.dtype.itemsize
+    if call.page is not None and call.page % tile:
         return (
-            f"pages of {page} keys are not whole tiles of {tile}; use pages of {tile} or more, or implementation='xla'"
-        )
-    keys = config.block_k if page is None else config.pages * page
-    needed = config.vmem_bytes(keys, *widths, itemsize)
-    if launch.chip.vmem_bytes is not None and needed > launch.chip.vmem_bytes:
-        return (
-            f"a step of {keys} keys needs about {needed / MIB:.0f} MiB of VMEM, and a {launch.chip.name} has "
-            f"{launch.chip.vmem_bytes / MIB:.0f}; use a smaller block_k, pages or block_heads, or implementation='xla'"
+            f"pages of {call.page} keys are not whole tiles of {tile}; use pages of {tile} or more, or "
+            f"implementation='xla'"
         )
     return None
 
 
 def _first_step(length: Any, tokens: int, window: int | None, keys: int) -> Any:
-    """The step that the window of the first query begins in."""
+    """The step in which the window of the first query begins."""
     if window is None:
         return 0
-    # Not //, which lowers to the sign of its operands too, and that only with a TPU at hand.
+    # Not //, which also looks at the signs of its operands, and lowers only where there is a TPU.
     return jax.lax.div(jnp.maximum(length - tokens - window, 0), jnp.int32(keys))
 
 
@@ -104,23 +95,29 @@ def _last_step(length: Any, keys: int) -> Any:
 
 
 def _decode_kernel(
+    *,
     # prefetched
     lengths_ref,  # [B]
     table_ref,  # [B * pages]
     # inputs
     q_ref,  # [block_heads, rows, D]
-    token_ref,  # [rows, 1], the token that a row is of
+    token_ref,  # [rows, 1], the token of each row
     sinks_ref,  # [block_heads, rows, 1], in units of log 2; LOWEST for none
-    *refs,
-    # k and v, an input a page; then outputs [block_heads, rows, Dv], [block_heads, rows, LANES]; then scratch
+    # outputs
+    out_ref,  # [block_heads, rows, Dv]
+    logsumexp_ref,  # [block_heads, rows, LANES]
+    # scratch
+    max_scratch,  # [block_heads, rows, LANES] float32, the maximum of each row, the same in each lane
+    total_scratch,  # [block_heads, rows, LANES] float32
+    acc_scratch,  # [block_heads, rows, Dv] float32
+    # static
+    call: DecodeCall,
     pages: int,
-    tokens: int,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
+    # inputs k0_ref, k1_ref, ..., v0_ref, ...: one per page, [keys, block_heads * D]
+    **cache_refs,
 ):
-    k_refs, v_refs = refs[:pages], refs[pages : 2 * pages]  # each [keys, block_heads * D]
-    out_ref, logsumexp_ref, highest_scratch, total_scratch, acc_scratch = refs[2 * pages :]
+    k_refs, v_refs = ([cache_refs[f"{name}{page}_ref"] for page in range(pages)] for name in "kv")
+    tokens, window, scale, soft_cap = call.q.shape[1], call.window, call.scale, call.soft_cap
     heads, rows, d = q_ref.shape
     dv = out_ref.shape[2]
     keys = pages * k_refs[0].shape[0]
@@ -129,8 +126,8 @@ def _decode_kernel(
 
     @pl.when(pl.program_id(2) == 0)
     def _start():
-        sinks = jnp.broadcast_to(sinks_ref[...], highest_scratch.shape)
-        highest_scratch[...] = jnp.maximum(sinks, LOWEST)
+        sinks = jnp.broadcast_to(sinks_ref[...], max_scratch.shape)
+        max_scratch[...] = jnp.maximum(sinks, LOWEST)
         total_scratch[...] = jnp.where(sinks > LOWEST, 1.0, 0.0)
         acc_scratch[...] = jnp.zeros_like(acc_scratch)
 
@@ -141,7 +138,7 @@ def _decode_kernel(
         allowed = column <= position
         if window is not None:
             allowed = allowed & (column >= position - window)
-        held = step * keys + jax.lax.broadcasted_iota(jnp.int32, (keys, dv), 0) < length
+        in_use = step * keys + jax.lax.broadcasted_iota(jnp.int32, (keys, dv), 0) < length
         for head in range(heads):
             k = jnp.concatenate([ref[:, head * d : (head + 1) * d] for ref in k_refs], axis=0)  # [keys, D]
             v = jnp.concatenate([ref[:, head * dv : (head + 1) * dv] for ref in v_refs], axis=0)  # [keys, Dv]
@@ -151,13 +148,13 @@ def _decode_kernel(
             else:
                 logits = jnp.tanh(logits * (scale / soft_cap)) * (soft_cap * LOG2_E)
             logits = jnp.where(allowed, logits, MASKED)
-            before = highest_scratch[head]  # [rows, LANES], each lane the same
-            highest = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-            alpha = jnp.exp2(before - highest)
-            weights = jnp.exp2(logits - highest[:, :1])
+            before = max_scratch[head]  # [rows, LANES]
+            row_max = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+            alpha = jnp.exp2(before - row_max)
+            weights = jnp.exp2(logits - row_max[:, :1])
             total_scratch[head] = total_scratch[head] * alpha + jnp.sum(weights, axis=1, keepdims=True)
-            highest_scratch[head] = highest
-            added = dot_f32(weights.astype(v.dtype), jnp.where(held, v, jnp.zeros_like(v)), (1, 0))  # [rows, Dv]
+            max_scratch[head] = row_max
+            added = dot_f32(weights.astype(v.dtype), jnp.where(in_use, v, jnp.zeros_like(v)), (1, 0))  # [rows, Dv]
             acc_scratch[head] = acc_scratch[head] * alpha[:, :1] + added
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
@@ -166,121 +163,135 @@ def _decode_kernel(
         nothing = total == 0
         safe = jnp.where(nothing, 1.0, total)
         out_ref[...] = (acc_scratch[...] / safe[:, :, :1]).astype(out_ref.dtype)
-        logsumexp = (highest_scratch[...] + jnp.log2(safe)) * (1.0 / LOG2_E)
+        logsumexp = (max_scratch[...] + jnp.log2(safe)) * (1.0 / LOG2_E)
         logsumexp_ref[...] = jnp.where(nothing, -jnp.inf, logsumexp)
 
 
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    page_table: jax.Array | None,
-    lengths: jax.Array,
-    sinks: jax.Array | None,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
-    launch: Launch,
-) -> tuple[jax.Array, jax.Array]:
-    config: PallasTpuConfig = launch.config
-    (b, t, h, d), (kv, dv) = q.shape, v.shape[2:]
-    group, heads = h // kv, config.block_heads
-    paged = page_table is not None
-    pages = config.pages if paged else 1
-    block = k.shape[1] if paged else config.block_k
-    keys, room = pages * block, room_of(k, page_table)
-    steps = pl.cdiv(room, keys)
-    if window is not None:
-        steps = min(steps, pl.cdiv(window + t, keys) + 1)
+def _rows(call: DecodeCall) -> int:
+    """Query rows per key head: its group's heads for each token, padded."""
+    return -(-call.q.shape[1] * call.group // ROW_TILE) * ROW_TILE
 
-    grouped = q.reshape(b, t, kv, group, d).transpose(0, 2, 1, 3, 4).reshape(b, kv, t * group, d)
-    grouped = pad_to(grouped, 2, ROW_TILE)  # [B, KV, rows, D], rows a token's heads at a time
-    rows = grouped.shape[2]
-    token = jnp.minimum(jnp.arange(rows, dtype=jnp.int32) // group, t - 1)[:, None]
-    sink_rows = jnp.full((kv, rows, 1), LOWEST, jnp.float32)
-    if sinks is not None:
-        per_head = sinks.astype(jnp.float32).reshape(kv, 1, group) * LOG2_E
-        tiled = jnp.broadcast_to(per_head, (kv, t, group)).reshape(kv, t * group, 1)
-        sink_rows = jnp.pad(tiled, ((0, 0), (0, rows - t * group), (0, 0)), constant_values=LOWEST)
-    table = page_table.reshape(-1) if page_table is not None else jnp.zeros((1,), jnp.int32)
-    per_sequence = page_table.shape[1] if page_table is not None else 0
 
-    def cache_index(page: int) -> Any:
+def _steps(call: DecodeCall, config: DecodeTpuForward) -> tuple[int, int, int]:
+    """Inputs per step for the keys, keys of each, and steps."""
+    pages, block = (1, config.block_k) if call.page is None else (config.pages, call.page)
+    steps = pl.cdiv(call.room, pages * block)
+    if call.window is not None:
+        steps = min(steps, pl.cdiv(call.window + call.q.shape[1], pages * block) + 1)
+    return pages, block, steps
+
+
+def _declaration(call: DecodeCall, config: DecodeTpuForward) -> Kernel:
+    (b, t, _, d), (kv, dv), dtype = call.q.shape, call.v.shape[2:], call.q.dtype
+    rows, heads, window = _rows(call), config.block_heads, call.window
+    pages, block, steps = _steps(call, config)
+    keys, per_sequence = pages * block, 0 if call.page_table is None else call.page_table.shape[1]
+
+    def cache(width: int, page: int) -> Block:
         def index(i: Any, j: Any, n: Any, lengths_ref: Any, table_ref: Any) -> tuple[Any, ...]:
             length = lengths_ref[i]
             step = jnp.minimum(_first_step(length, t, window, keys) + n, _last_step(length, keys))
-            if not paged:
+            if not per_sequence:
                 return i, step, j
-            # Past the end of the table a step's later pages repeat its last one.
+            # Past the end of the table, the later pages of a step repeat its last one.
             return table_ref[i * per_sequence + jnp.minimum(step * pages + page, per_sequence - 1)], 0, j
 
-        return index
+        return Block((None, block, heads * width), dtype, index)
 
-    def of_heads(shape: tuple[int, ...]) -> Any:
-        return pl.BlockSpec((None, heads, *shape), lambda i, j, n, *_: (i, j, 0, 0))
+    def of_heads(width: int, dtype: Any) -> Block:
+        return Block((None, heads, rows, width), dtype, lambda i, j, n, *_: (i, j, 0, 0))
 
-    k_lanes, v_lanes = (cache.reshape(*cache.shape[:2], -1) for cache in (k, v))
-    cache_specs = [
-        pl.BlockSpec((None, block, heads * width), cache_index(page)) for width in (d, dv) for page in range(pages)
-    ]
-    scratch = pltpu.VMEM((heads, rows, LANES), jnp.float32)
-    out, logsumexp = pl.pallas_call(
-        functools.partial(_decode_kernel, pages=pages, tokens=t, window=window, scale=scale, soft_cap=soft_cap),
-        out_shape=(
-            output_like((b, kv, rows, dv), q.dtype, q),
-            output_like((b, kv, rows, LANES), jnp.float32, q),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(b, kv // heads, steps),
-            in_specs=[
-                of_heads((rows, d)),
-                pl.BlockSpec((rows, 1), lambda i, j, n, *_: (0, 0)),
-                pl.BlockSpec((heads, rows, 1), lambda i, j, n, *_: (j, 0, 0)),
-                *cache_specs,
-            ],
-            out_specs=(of_heads((rows, dv)), of_heads((rows, LANES))),
-            scratch_shapes=[scratch, scratch, pltpu.VMEM((heads, rows, dv), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=launch.chip.vmem_bytes
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * b * h * t * steps * keys * (d + dv),
-            transcendentals=b * h * t * steps * keys,
-            bytes_accessed=b * kv * steps * keys * (d + dv) * q.dtype.itemsize,
-        ),
-        interpret=tpu_interpret_params(launch.interpret),
+    sinks = Block((heads, rows, 1), jnp.float32, lambda i, j, n, *_: (j, 0, 0))
+    if call.sinks is not None and call.sinks.shape[0] > 1:
+        sinks = of_heads(1, jnp.float32)
+    statistics = pltpu.VMEM((heads, rows, LANES), jnp.float32)
+    return Kernel(
         name="decode_attention_forward",
-    )(lengths, table, grouped, token, sink_rows, *[k_lanes] * pages, *[v_lanes] * pages)
+        grid={"batch": Axis(b, "parallel"), "heads": Axis(kv // heads, "parallel"), "step": Axis(steps)},
+        prefetched=("lengths", "table"),
+        inputs={
+            "q": of_heads(d, dtype),
+            "token": Block((rows, 1), jnp.int32, lambda i, j, n, *_: (0, 0)),
+            "sinks": sinks,
+            **{f"k{page}": cache(d, page) for page in range(pages)},
+            **{f"v{page}": cache(dv, page) for page in range(pages)},
+        },
+        outputs={
+            "out": Output((b, kv, rows, dv), of_heads(dv, dtype)),
+            "logsumexp": Output((b, kv, rows, LANES), of_heads(LANES, jnp.float32)),
+        },
+        scratch={
+            "max_scratch": statistics,
+            "total_scratch": statistics,
+            "acc_scratch": pltpu.VMEM((heads, rows, dv), jnp.float32),
+        },
+    )
+
+
+def _memory(call: DecodeCall, launch: Launch) -> dict[str, int]:
+    pages, block, _ = _steps(call, launch.config)
+    # Beside the blocks of the pipeline, the keys and values of a step once more while they are computed with.
+    widths = (launch.config.block_heads * width for width in (call.q.shape[3], call.v.shape[3]))
+    step = sum(padded_bytes((pages * block, width), call.q.dtype) for width in widths)
+    return {"decode": _declaration(call, launch.config).vmem_bytes(temporaries=step)}
+
+
+def _sink_rows(call: DecodeCall) -> jax.Array:
+    """The sink of each query row in units of log 2: [KV, rows, 1], or [B, KV, rows, 1] where sequences have their own."""
+    (_, t, _, _), kv, group, rows = call.q.shape, call.k.shape[2], call.group, _rows(call)
+    if call.sinks is None:
+        return jnp.full((kv, rows, 1), LOWEST, jnp.float32)
+    per_head = call.sinks.astype(jnp.float32).reshape(-1, kv, 1, group) * LOG2_E
+    tiled = jnp.broadcast_to(per_head, (per_head.shape[0], kv, t, group)).reshape(-1, kv, t * group, 1)
+    padded = jnp.pad(tiled, ((0, 0), (0, 0), (0, rows - t * group), (0, 0)), constant_values=LOWEST)
+    return padded[0] if padded.shape[0] == 1 else padded
+
+
+def _attend(call: DecodeCall, launch: Launch) -> Outputs:
+    (b, t, h, d), (kv, dv) = call.q.shape, call.v.shape[2:]
+    group = call.group
+    pages, block, steps = _steps(call, launch.config)
+    grouped = call.q.reshape(b, t, kv, group, d).transpose(0, 2, 1, 3, 4).reshape(b, kv, t * group, d)
+    grouped = pad_to(grouped, 2, ROW_TILE)  # [B, KV, rows, D]: the heads of a token are adjacent rows
+    token = jnp.minimum(jnp.arange(grouped.shape[2], dtype=jnp.int32) // group, t - 1)[:, None]
+    table = jnp.zeros((1,), jnp.int32) if call.page_table is None else call.page_table.reshape(-1)
+    k, v = (cache.reshape(*cache.shape[:2], -1) for cache in (call.k, call.v))
+    pairs = b * h * t * steps * pages * block
+    outputs = _declaration(call, launch.config).run(
+        functools.partial(_decode_kernel, call=call, pages=pages),
+        {
+            "lengths": call.lengths,
+            "table": table,
+            "q": grouped,
+            "token": token,
+            "sinks": _sink_rows(call),
+            **{f"k{page}": k for page in range(pages)},
+            **{f"v{page}": v for page in range(pages)},
+        },
+        chip=launch.chip,
+        cost=pl.CostEstimate(
+            flops=2 * pairs * (d + dv),
+            transcendentals=pairs,
+            bytes_accessed=b * kv * steps * pages * block * (d + dv) * call.q.dtype.itemsize,
+        ),
+    )
 
     def ungrouped(array: jax.Array) -> jax.Array:
         """[B, KV, rows, ...] as [B, T, H, ...]."""
         split = array[:, :, : t * group].reshape(b, kv, t, group, *array.shape[3:])
         return jnp.moveaxis(split, 1, 2).reshape(b, t, h, *array.shape[3:])
 
-    return ungrouped(out), ungrouped(logsumexp[..., 0])
+    return ungrouped(outputs["out"]), ungrouped(outputs["logsumexp"][..., 0])
 
 
-_attend = with_plain_gradient(_forward)
-
-
-@within_bounds
-def paged_attention_pallas_tpu(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "_ _ KV D"],
-    v: Float[Array, "_ _ KV Dv"],
-    page_table: Int[Array, "B pages"] | None,
-    lengths: Int[Array, " B"],
-    sinks: Float[Array, " H"] | None,
-    *,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
-    launch: Launch,
-) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Out and logsumexp."""
-    return _attend(q, k, v, page_table, lengths, sinks, window, scale, soft_cap, launch)
-
-
-decode_attention_pallas_tpu = paged_attention_pallas_tpu
+IMPLEMENTATION = Implementation(
+    forward=Pass(
+        within_bounds(_attend),
+        config=DecodeTpuForward,
+        heuristic=_heuristic,
+        unsupported_reason=_unsupported_reason,
+        memory=_memory,
+        memory_fields="a smaller block_k, pages or block_heads",
+    ),
+    backward=gradient_of("xla", xla.IMPLEMENTATION.forward),
+)

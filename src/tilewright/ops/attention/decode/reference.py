@@ -2,61 +2,58 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from tilewright.ops.attention.decode.bounds import within_bounds
+from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.ops.attention.call import AttentionCall
+from tilewright.ops.attention.decode.bounds import Outputs, within_bounds
+from tilewright.ops.attention.decode.call import DecodeCall
 from tilewright.ops.attention.reference import flash_attention_reference
 
 
-@within_bounds
-def paged_attention_reference(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "_ _ KV D"],
-    v: Float[Array, "_ _ KV Dv"],
-    page_table: Int[Array, "B pages"] | None,
-    lengths: Int[Array, " B"],
-    sinks: Float[Array, " H"] | None,
-    *,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
-) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Out and logsumexp."""
-    k, v = (gathered(cache, page_table) for cache in (k, v))
-    keep = attended(lengths, q.shape[1], k.shape[1], window)
-    # What lies past the length may be anything, NaN too, and 0 times NaN is NaN.
-    held = (jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None])[:, :, None, None]
-    k, v = (jnp.where(held, cache, jnp.zeros_like(cache)) for cache in (k, v))
+def cache_of(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+    """k and v [B, S, KV, D] of each sequence in one piece, with zeros past its length.
+
+    What the cache holds there may be anything, including NaN, and 0 times NaN is NaN.
+    """
+
+    def gathered(cache: jax.Array) -> jax.Array:
+        if call.page_table is None:
+            return cache
+        pages = cache[call.page_table]  # [B, pages, page, KV, D]
+        return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
+
+    in_use = (jnp.arange(call.room, dtype=jnp.int32)[None, :] < call.lengths[:, None])[:, :, None, None]
+    k, v = (jnp.where(in_use, cache, jnp.zeros_like(cache)) for cache in map(gathered, (call.k, call.v)))
+    return k, v
+
+
+def attended(call: DecodeCall) -> jax.Array:
+    """Which keys each query attends to, [B, T, S]."""
+    t = call.q.shape[1]
+    position = call.lengths[:, None, None] - t + jnp.arange(t, dtype=jnp.int32)[None, :, None]  # [B, T, 1]
+    key = jnp.arange(call.room, dtype=jnp.int32)[None, None, :]
+    keep = key <= position
+    return keep if call.window is None else keep & (key >= position - call.window)
+
+
+def _attend(call: DecodeCall, launch: Launch) -> Outputs:
+    k, v = cache_of(call)
     return flash_attention_reference(
-        q,
-        k,
-        v,
-        None,
-        sinks,
-        None,
-        None,
-        keep[:, None],
-        mask=None,
-        scale=scale,
-        soft_cap=soft_cap,
-        q_offset=0,
+        AttentionCall(
+            q=call.q,
+            k=k,
+            v=v,
+            bias=None,
+            sinks=None if call.sinks is None else call.sinks[0],  # The api gives one set for all sequences.
+            q_segments=None,
+            kv_segments=None,
+            keep=attended(call)[:, None],
+            mask=None,
+            scale=call.scale,
+            soft_cap=call.soft_cap,
+            q_offset=0,
+        )
     )
 
 
-decode_attention_reference = paged_attention_reference
-
-
-def gathered(cache: jax.Array, page_table: jax.Array | None) -> jax.Array:
-    """The cache of each sequence in one piece, [B, S, KV, D]."""
-    if page_table is None:
-        return cache
-    pages = cache[page_table]  # [B, pages, page, KV, D]
-    return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
-
-
-def attended(lengths: jax.Array, t: int, s: int, window: int | None) -> jax.Array:
-    """Which keys each query attends to, [B, T, S]."""
-    position = lengths[:, None, None] - t + jnp.arange(t, dtype=jnp.int32)[None, :, None]  # [B, T, 1]
-    key = jnp.arange(s, dtype=jnp.int32)[None, None, :]
-    keep = key <= position
-    return keep if window is None else keep & (key >= position - window)
+IMPLEMENTATION = Implementation(forward=Pass(within_bounds(_attend)))

@@ -1,50 +1,20 @@
-"""What every mask is, and how masks combine: `&`, `|` and `~`. The masks themselves are in masks.py."""
+"""What every mask is, and how masks combine: `&`, `|` and `~`. The masks themselves are in library.py."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Grid:
-    """T queries by S keys in blocks. The last block of an axis may be cut off by its end."""
-
-    t: int
-    s: int
-    block_q: int
-    block_k: int
-    q_offset: int = 0
-
-    @property
-    def num_q(self) -> int:
-        return -(-self.t // self.block_q)
-
-    @property
-    def num_k(self) -> int:
-        return -(-self.s // self.block_k)
-
-    def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """First and last row [num_q, 1], first and last column [1, num_k] of each block."""
-        q_first = np.arange(self.num_q, dtype=np.int64)[:, None] * self.block_q
-        k_first = np.arange(self.num_k, dtype=np.int64)[None, :] * self.block_k
-        return (
-            q_first,
-            np.minimum(q_first + self.block_q, self.t) - 1,
-            k_first,
-            np.minimum(k_first + self.block_k, self.s) - 1,
-        )
+from tilewright.masks.block_list import EMPTY, FULL, Grid, block_table
 
 
 class Mask:
     """A predicate of query and key. True means: attend."""
 
     num_heads: int | None = None
-    """How many heads it is made for; None where it is the same for any."""
+    """The number of heads it is made for; None where all heads share it."""
     computable: bool = False
-    """Whether a kernel can make it from positions alone."""
+    """Whether a kernel can compute it from positions alone."""
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
         """The predicate for rows and columns that broadcast against each other; numpy, or jax if `computable`."""
@@ -59,7 +29,7 @@ class Mask:
         raise NotImplementedError
 
     def misfit(self, heads: int, t: int, s: int) -> str | None:
-        """Why it does not fit a call with so many heads, queries and keys; None where it does."""
+        """Why it does not fit a call with `heads` heads, T queries and S keys; None where it does."""
         del heads, t, s
         return None
 
@@ -79,7 +49,7 @@ class Mask:
     def __hash__(self) -> int:
         return hash((type(self).__name__, self._key()))
 
-    __array_ufunc__ = None  # A numpy array on the left leaves the operator to the mask.
+    __array_ufunc__ = None  # numpy then leaves `array & mask` to the mask.
 
     def __and__(self, other: "Mask") -> "Mask":
         return Both(self, self._other(other))
@@ -111,9 +81,7 @@ class Mask:
         return np.stack(each)
 
     def density(self, t: int, s: int, *, q_offset: int = 0) -> float:
-        """The share of the T x S pairs that attend. Blocks that are alike are counted once, so it is quick."""
-        from tilewright.ops.attention.plan import block_table
-
+        """The share of the T x S pairs that attend. Blocks with equal contents are evaluated once, so it is fast."""
         self._check_fit(t, s)
         if not t * s:
             return 0.0
@@ -121,7 +89,7 @@ class Mask:
         return block_table(self, Grid(t, s, block_q, block_k, q_offset)).density
 
     def plot(self, t: int, s: int, *, q_offset: int = 0, head: int = 0, ax: Any = None, pixels: int = 512) -> Any:
-        """Draw it into a matplotlib axis, queries downwards: dark where a block is full, light where it is partial."""
+        """Draws it into a matplotlib axis, queries downwards: dark where a block is full, light where it is partial."""
         from matplotlib import pyplot
 
         self._check_fit(t, s)
@@ -136,6 +104,8 @@ class Mask:
 
 
 class Composed(Mask):
+    """A mask made of others, its children."""
+
     def children(self) -> tuple[Mask, ...]:
         raise NotImplementedError
 
@@ -211,7 +181,7 @@ class Not(Composed):
 
 
 def contains(mask: Mask, kind: type[Mask]) -> Mask | None:
-    """The first mask of a type inside of a composition, if there is one."""
+    """The first mask of a type inside a composition, or None."""
     if isinstance(mask, kind):
         return mask
     return next(filter(None, (contains(child, kind) for child in mask.children())), None)

@@ -1,12 +1,13 @@
-"""Masks as values: which queries attend to which keys, without an array of T x S.
+"""The masks. Each is a predicate of a query and a key.
 
-A mask is a predicate of a query and a key. `Causal`, `SlidingWindow`, `Prefix`, `Dilated` and `MaskFn` are of positions: a
-query's position is its row plus the call's q_offset, a key's is its index. `Dense`, `BlockSparse` and `Segments` are of
-the call's own rows and columns. Masks combine with `&`, `|` and `~`; `PerHead` stacks one for each head.
+`Causal`, `SlidingWindow`, `Prefix`, `Dilated` and `MaskFn` are predicates of positions: the position of a query is its
+row plus the call's q_offset, that of a key is its index. `Dense`, `BlockSparse` and `Segments` are predicates of the
+call's rows and columns. Masks combine with `&`, `|` and `~`; `PerHead` stacks one mask per head.
 
-A mask tells of each block of a grid whether it is empty, full or partial (`kinds`). Of compositions that is an interval
-analysis: what it calls empty or full is so, and partial may be either. `plan.py` looks at partial blocks one by one,
-and at those that must be alike only once: `signature` is equal where the contents of two blocks are.
+A mask says for each block of a grid whether it is empty, full or partial (`kinds`). For compositions that is an
+interval analysis: a block that it calls empty or full is so, and one that it calls partial may be any of the three.
+`block_list.block_table` evaluates partial blocks one by one, and blocks with equal `signature` once: equal signatures
+mean equal contents.
 """
 
 import functools
@@ -15,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
-from tilewright.ops.attention.mask_algebra import EMPTY, FULL, PARTIAL, Composed, Grid, Mask
+from tilewright.masks.algebra import Composed, Mask
+from tilewright.masks.block_list import EMPTY, FULL, PARTIAL, Grid
 
-# Rows and keys are fewer, so that a distance beyond it is as good as one without end, and sums of both are int32.
+# There are fewer rows and keys than this, so a larger distance is unlimited; and sums of two distances fit int32.
 _FARTHEST = 2**30
 
 
@@ -65,7 +68,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class SlidingWindow(Mask):
-    """A query attends to `left` keys before its own position, its own, and `right` after it. None is without end."""
+    """A query attends to `left` keys before its own position, its own, and `right` after it. None is unlimited."""
 
     left: int | None
     right: int | None
@@ -77,7 +80,7 @@ class SlidingWindow(Mask):
                 _check_integer(self, name, 0, "a number of tokens, 0 or more; use None for no end")
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        ahead = columns - rows  # Of the row, which is q_offset behind the position.
+        ahead = columns - rows  # Counted from the row, which is the position less q_offset.
         inside = []
         if self.left is not None:
             inside.append(ahead >= _near(q_offset - self.left))
@@ -128,7 +131,7 @@ class Dilated(Mask):
     """A query attends to the keys whose distance from its position is a multiple of `rate`."""
 
     rate: int
-    # Not `computable`, though it is of positions: vectors of integers have no remainder on a TPU.
+    # Not `computable`, although it depends on positions alone: TPUs have no remainder of integer vectors.
 
     def __post_init__(self) -> None:
         _check_integer(self, "rate", 1, "a positive integer; use 2 for every other key")
@@ -148,7 +151,7 @@ class Dilated(Mask):
 
 
 class _OfArray(Mask):
-    """A mask that is made of an array; it is hashed by the array's contents."""
+    """A mask that is made from arrays, and hashed by their contents."""
 
     @functools.cached_property
     def _digest(self) -> str:
@@ -166,7 +169,7 @@ class _OfArray(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dense(_OfArray):
-    """Any mask, as a numpy array of booleans [T, S], or [H, T, S] with one for each head."""
+    """Any mask, as a numpy array of booleans [T, S], or [H, T, S] with one mask per head."""
 
     values: np.ndarray
 
@@ -215,7 +218,7 @@ class Dense(_OfArray):
 
 @dataclass(frozen=True, eq=False)
 class BlockSparse(_OfArray):
-    """Whole blocks of `block_shape` (queries, keys) that attend: a numpy array of booleans, one for each block."""
+    """Whole blocks of `block_shape` (queries, keys) that attend: a numpy array of booleans, one per block."""
 
     blocks: np.ndarray
     block_shape: tuple[int, int]
@@ -274,7 +277,7 @@ class BlockSparse(_OfArray):
 
 @dataclass(frozen=True, eq=False)
 class Segments(_OfArray):
-    """A query attends to keys of its own segment: ids [T], and [S] where the keys' differ. Known when traced.
+    """A query attends to keys of its own segment: ids [T], and [S] where those of the keys differ. Known when traced.
 
     Ids that change from call to call are `segment_ids=` of the op.
     """
@@ -323,9 +326,9 @@ class Segments(_OfArray):
 
 @dataclass(frozen=True, eq=False)
 class MaskFn(Mask):
-    """Any predicate: `MaskFn(lambda q_idx, kv_idx: ...)`, of numpy arrays of positions that broadcast.
+    """Any predicate: `MaskFn(lambda q_idx, kv_idx: ...)`, a function of numpy arrays of positions that broadcast.
 
-    Nothing is known of it but its values, so all T x S of them are computed when traced, a row of blocks at a time.
+    Nothing is known about it but its values, so all T x S of them are computed when traced, a row of blocks at a time.
     """
 
     function: Callable[[Any, Any], Any]
@@ -341,11 +344,9 @@ class MaskFn(Mask):
         return f"MaskFn({getattr(self.function, '__name__', 'function')})"
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
-        import jax
-
         q_idx, kv_idx = np.asarray(rows, np.int64) + q_offset, np.asarray(columns, np.int64)
         try:
-            # A function of jax.numpy is evaluated too, though a call is being traced.
+            # Functions of jax.numpy are evaluated as well, although a call is being traced.
             with jax.ensure_compile_time_eval():
                 values = np.asarray(self.function(q_idx, kv_idx))
         except ValueError as error:
@@ -381,7 +382,7 @@ class MaskFn(Mask):
 
 @dataclass(frozen=True, eq=False)
 class PerHead(Composed):
-    """One mask for each head."""
+    """One mask per head."""
 
     masks: tuple[Mask, ...]
 
@@ -402,7 +403,7 @@ class PerHead(Composed):
 
     @property
     def computable(self) -> bool:  # type: ignore[override]
-        return False  # Which predicate it is depends on the head.
+        return False  # The predicate depends on the head.
 
     def misfit(self, heads: int, t: int, s: int) -> str | None:
         return _heads_misfit(self, heads) or super().misfit(heads, t, s)

@@ -1,6 +1,9 @@
-"""The delta-rule family: the contract for its three ops, and what is its own: states, segments, causality, gates, steps."""
+"""The delta-rule family: the contract for its three ops, and what is its own: states, segments, causality, gates,
+steps.
+"""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,39 +14,61 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
-from tests.ops.contract import OpContract, able_to_run
+from tests.ops.contract import OpContract, able_to_run, implementations
+from tilewright.configs import DeltaRuleTpuBackward, DeltaRuleTpuForward, DeltaRuleXlaForward
+from tilewright.core.case import Case
 from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import discrepancy
 from tilewright.ops.delta_rule.cases import OPS, _case
-from tilewright.ops.delta_rule.config import PallasTpuConfig, XlaConfig
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import CaseCheck, call, call_with_gradients
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 every_op = pytest.mark.parametrize("op", OPS)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = implementations(*IMPLEMENTATIONS)
 GATED = ("gated_delta_rule", "kda")
-# The ungated op is the gated one's kernel without a part: in the interpreter it is slow's.
 op_and_fast_implementation = pytest.mark.parametrize(
     ("op", "implementation"),
     [
-        pytest.param(op, name, marks=[pytest.mark.slow] if (op, name) == ("delta_rule", "pallas_tpu") else [])
+        pytest.param(op, name, marks=[pytest.mark.slow] if name == "pallas_tpu" else [])
         for op, name in itertools.product(OPS, ("pallas_tpu", "xla"))
     ],
 )
 MIB = 2**20
 
 
-class TestDeltaRule(OpContract):
+class DeltaRuleContract(OpContract):
+    """What the three ops share. Properties are tested on two chunks of 64 tokens, the second one not full."""
+
+    tokens = ("q", "k", "v", "g", "beta", "segment_ids", "o")
+    state = ("initial_state", "final_state")
+    segments = "segment_ids"
+    segments_end_where_ids_change = True
+
+    @classmethod
+    def on_properties(cls) -> Case:
+        return _case(cls.op_name, "properties", 2, 75, 1, 16, 16, hv=2, state=True, segments=4, gate=0.3)
+
+    def extreme(self, arrays: dict) -> dict:
+        """Gates that forget everything or nothing; betas of 0 and 1, and one key twenty times."""
+        if "g" in arrays:
+            g = arrays["g"].at[:, jnp.array([3, 30, 31, 64])].set(-1e4).at[:, 12].set(-jnp.inf)
+            arrays["g"] = g.at[:, 40:50].set(0.0)
+        arrays["beta"] = arrays["beta"].at[:, 5].set(0.0).at[:, 6].set(1.0).at[:, 20:40].set(1.0)
+        arrays["k"] = arrays["k"].at[:, 20:40].set(arrays["k"][:, 20:21])
+        return arrays
+
+
+class TestDeltaRule(DeltaRuleContract):
     op_name = "delta_rule"
-    has_kernels_of_another = True  # The gated rule's, without a gate.
+    shares_code_with = "gated_delta_rule"
 
 
-class TestGatedDeltaRule(OpContract):
+class TestGatedDeltaRule(DeltaRuleContract):
     op_name = "gated_delta_rule"
 
 
-class TestKda(OpContract):
+class TestKda(DeltaRuleContract):
     op_name = "kda"
 
 
@@ -78,7 +103,10 @@ def close(got, want, tolerance: float = 2e-6) -> None:
 
 
 @every_op
-@pytest.mark.parametrize(("implementation", "split"), [("pallas_tpu", 17), ("xla", 1), ("xla", 17), ("xla", 32)])
+@pytest.mark.parametrize(
+    ("implementation", "split"),
+    [pytest.param("pallas_tpu", 17, marks=pytest.mark.slow), ("xla", 1), ("xla", 17), ("xla", 32)],
+)
 def test_two_calls_chained_through_the_state_are_one(op: str, implementation: str, split: int) -> None:
     arrays = draw(op)
     o, state = run(op, arrays, implementation)
@@ -172,7 +200,7 @@ def test_no_tokens_leave_the_state_as_it_is(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", GATED)
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
+@implementations("pallas_tpu", "xla")
 def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: str) -> None:
     """The tokens around it are as exact as without it: no sum of gates drowns the small ones."""
     arrays = draw(op, 75)
@@ -191,9 +219,9 @@ def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: st
 
 @pytest.mark.parametrize("strongest", [1.0, 2.5, 6.0])
 def test_channels_that_fall_too_far_for_one_product_are_halved(strongest: float) -> None:
-    """kda on a CPU: rows of a chunk are made one way until a channel has fallen by e^-64, and another way from there on."""
+    """kda on a CPU: rows of a chunk are computed one way until a channel has decayed by e^-64, and another way then."""
     arrays = draw("kda", 75)
-    # By itself channel 3 falls by `strongest` a token: never too far, after 26 tokens of a chunk, after 11.
+    # By itself channel 3 decays by e^-`strongest` per token: never too far, after 26 tokens of a chunk, after 11.
     arrays["g"] = arrays["g"].at[..., 3].set(-strongest)
     case = _case("kda", "drawn", 1, 75, 1, 16, 16, hv=2, state=True)
     cotangents = (jnp.ones_like(arrays["v"]), jnp.ones_like(arrays["initial_state"]))
@@ -303,7 +331,10 @@ def test_bfloat16_is_as_good_as_a_recurrence_that_rounds_its_output_alone(op: st
             assert result.verdict.error.relative < 1e-4, f"{result.quantity}: {result.verdict}"
 
 
-TINY_BLOCKS = {"pallas_tpu": PallasTpuConfig(16, 2, 2), "xla": XlaConfig(8, 3)}
+TINY_BLOCKS = {
+    "pallas_tpu": (DeltaRuleTpuForward(16, 2, 2), DeltaRuleTpuBackward(2)),
+    "xla": DeltaRuleXlaForward(8, 3),
+}
 
 
 @pytest.mark.parametrize(
@@ -346,7 +377,7 @@ def test_wide_heads_in_the_kernel() -> None:
 
 @every_op
 def test_memory_beyond_the_results_does_not_grow_with_the_states(op: str) -> None:
-    """Value and gradients of 8,192 tokens compile to less than a tenth of the 2 GiB that a state a token would be."""
+    """Value and gradients of 8,192 tokens compile to less than a tenth of the 2 GiB that one state per token would be."""
 
     def temporary(t: int) -> int:
         case = _case(op, "drawn", 1, t, 4, 128, 128)
@@ -361,21 +392,31 @@ def test_memory_beyond_the_results_does_not_grow_with_the_states(op: str) -> Non
 # Under transformations.
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla"])
-def test_sharded_over_batch_and_heads(implementation: str, cpu_devices) -> None:
-    arrays = draw("gated_delta_rule", b=2, h=2, hv=2)
+@pytest.mark.parametrize(
+    ("op", "implementation"),
+    [
+        ("gated_delta_rule", "pallas_tpu"),
+        ("gated_delta_rule", "xla"),
+        ("kda", "xla"),
+        pytest.param("kda", "pallas_tpu", marks=pytest.mark.slow),
+        pytest.param("delta_rule", "xla", marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_over_batch_and_heads(op: str, implementation: str, cpu_devices) -> None:
+    """Inside `shard_map`, values and gradients are those of the whole."""
+    arrays = draw(op, b=2, h=2, hv=2)
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2, devices=cpu_devices[:4])
     spec = PartitionSpec("b", None, "h")
     specs = {name: PartitionSpec("b", "h") if name == "initial_state" else spec for name in arrays}
 
     # Squares: the shards are summed in another order, and a sum of both signs would differ by that alone.
     def loss(arrays):
-        o, state = run("gated_delta_rule", arrays, "xla")
+        o, state = run(op, arrays, "xla")
         return jnp.sum(jnp.sin(o) ** 2) + jnp.sum(jnp.sin(state) ** 2)
 
     def sharded(arrays):
         def local(arrays):
-            o, state = run("gated_delta_rule", arrays, implementation, plain=False)
+            o, state = run(op, arrays, implementation, plain=False)
             return jax.lax.psum(jnp.sum(jnp.sin(o) ** 2) + jnp.sum(jnp.sin(state) ** 2), ("b", "h"))
 
         return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(arrays)
@@ -400,12 +441,12 @@ def spoiled(op: str, **changes):
         (
             "gated_delta_rule",
             {"g": jnp.zeros((1, 8, 4, 16))},
-            r"g is float32\[1, 8, 4, 16\], one gate a key channel, .* gate of kda; .* = \[1, 8, 4\]: use kda",
+            r"g is float32\[1, 8, 4, 16\], one gate per key channel, .* gate of kda; .* = \[1, 8, 4\]: use kda",
         ),
         (
             "kda",
             {"g": jnp.zeros((1, 8, 4))},
-            r"g is float32\[1, 8, 4\], one gate a head, .* gated_delta_rule; .*broadcast_to\(g\[\.\.\., None\]",
+            r"g is float32\[1, 8, 4\], one gate per head, .* gated_delta_rule; .*broadcast_to\(g\[\.\.\., None\]",
         ),
         ("gated_delta_rule", {"g": jnp.zeros((1, 4, 8))}, r"g is .*; it must be \[B, T, HV\] = \[1, 8, 4\]"),
         ("delta_rule", {"beta": jnp.zeros((1, 8))}, r"beta is float32\[1, 8\]; it must be \[B, T, HV\] = \[1, 8, 4\]"),
@@ -467,13 +508,16 @@ def test_gates_refuse_by_argument() -> None:
     ("build", "text"),
     [
         (
-            lambda: PallasTpuConfig(chunk=48),
+            lambda: DeltaRuleTpuForward(chunk=48),
             r"chunk=48 must be a power of two, at least 16 .*use 64, or implementation='xla'",
         ),
-        (lambda: PallasTpuConfig(heads=0), r"heads=0 must be a positive integer; use 4"),
-        (lambda: PallasTpuConfig(block_chunks=0), r"block_chunks=0 must be a positive integer; use 8"),
-        (lambda: XlaConfig(chunk=1), r"chunk=1 must be a power of two, at least 2; use 64"),
-        (lambda: XlaConfig(block_chunks=-1), r"block_chunks=-1 must be a positive integer"),
+        (lambda: DeltaRuleTpuForward(heads=0), r"heads=0 must be a positive integer; use 4"),
+        (lambda: DeltaRuleTpuForward(block_chunks=0), r"block_chunks=0 must be a positive integer; use 8"),
+        (lambda: DeltaRuleTpuForward(side_by_side=0), r"side_by_side=0 must be a positive integer; use 4"),
+        (lambda: DeltaRuleTpuBackward(heads=0), r"heads=0 must be a positive integer; use 4"),
+        (lambda: DeltaRuleTpuBackward(side_by_side=0), r"side_by_side=0 must be a positive integer; use 2"),
+        (lambda: DeltaRuleXlaForward(chunk=1), r"chunk=1 must be a power of two, at least 2; use 64"),
+        (lambda: DeltaRuleXlaForward(block_chunks=-1), r"block_chunks=-1 must be a positive integer; use 16"),
     ],
 )  # fmt: skip
 def test_block_sizes_are_checked_when_built(build, text: str) -> None:
@@ -481,9 +525,32 @@ def test_block_sizes_are_checked_when_built(build, text: str) -> None:
         build()
 
 
-def test_heads_that_cannot_share_evenly_are_refused() -> None:
+@pytest.mark.parametrize("config", [DeltaRuleTpuForward(heads=3), DeltaRuleTpuBackward(heads=3)])
+def test_heads_that_cannot_share_evenly_are_refused(config) -> None:
+    def loss(arrays):
+        return jnp.sum(run("kda", arrays, "pallas_tpu", config=config)[0])
+
     with pytest.raises(tilewright.Unsupported, match=r"config\.heads=3 does not share 2 query heads and 4 value heads"):
-        run("kda", spoiled("kda"), "pallas_tpu", config=PallasTpuConfig(heads=3))
+        jax.grad(loss)(spoiled("kda"))
+
+
+def test_a_backward_kernel_that_does_not_fit_is_refused() -> None:
+    """Whether its own config asks for too much, or the blocks that the forward saved states for."""
+    structs = find_op("kda").case("d128").structs("bfloat16")
+
+    def gradient(q, **others):
+        return jax.grad(lambda q: jnp.sum(tilewright.kda(q, **others, config=config)[0].astype(jnp.float32)))(q)
+
+    def refusal(function):
+        with tilewright.target("v4"):
+            return str(tilewright.explain(function, **structs))
+
+    config = (DeltaRuleTpuBackward(heads=16),)
+    assert re.search(
+        r"backward kernel needs about \d+ MiB of VMEM for .*DeltaRuleTpuBackward\(heads=16", refusal(gradient)
+    )
+    config = (DeltaRuleTpuForward(block_chunks=32, heads=1), DeltaRuleTpuBackward(heads=2))
+    assert "for the blocks of 32 chunks of 64 tokens that the forward saved states for" in refusal(gradient)
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "v7x"])
@@ -494,3 +561,4 @@ def test_the_heuristic_fits_every_tpu(op: str, chip: str) -> None:
         with tilewright.target(chip):
             (decision,) = tilewright.explain(op, **case.structs("bfloat16")).decisions
         assert decision.implementation == "pallas_tpu", str(decision)
+        assert decision.backward.refusal is None, str(decision)

@@ -1,4 +1,4 @@
-"""What only the Hopper kernel has: its blocks, its limits, and that it lowers for a GPU where there is none."""
+"""What only the Hopper kernels have: their blocks, their limits, and that they lower on a machine without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,12 @@ import pytest
 import tilewright
 from tests.ops.contract import able_to_run
 from tilewright import gated_delta_rule
+from tilewright.configs import DeltaRuleSm90Backward, DeltaRuleSm90Forward
 from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import judge
 from tilewright.ops.delta_rule.cases import _case
-from tilewright.ops.delta_rule.config import PallasGpuConfig
-from tilewright.ops.delta_rule.gpu_tiles import CHUNK, Round
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import PairLevel
+from tilewright.ops.delta_rule.pallas_gpu.tiles import CHUNK
 from tilewright.workbench.check import CaseCheck
 
 
@@ -39,13 +40,13 @@ def test_chunks_and_value_channels_that_are_not_whole():
     arrays = draw()
     wide = {name: array.astype(jnp.float32) for name, array in arrays.items()}
     oracle = gated_delta_rule(**wide, implementation="reference")
-    got = on_gpu(arrays, PallasGpuConfig(block_v=128))
+    got = on_gpu(arrays, DeltaRuleSm90Forward(block_v=128))
     rounded = [np.asarray(value.astype(jnp.bfloat16), np.float32) for value in oracle]
     for quantity, value, plain, want in zip(("o", "final_state"), got, rounded, oracle, strict=True):
         verdict = judge(value, plain, want)
         assert verdict.ok, f"{quantity}: {verdict}"
-    # Half the channels a block: other blocks, the same sums.
-    for one, other in zip(got, on_gpu(arrays, PallasGpuConfig(block_v=64)), strict=True):
+    # Half the channels per block: other blocks, the same sums.
+    for one, other in zip(got, on_gpu(arrays, DeltaRuleSm90Forward(block_v=64)), strict=True):
         np.testing.assert_array_equal(one, other)
     # What comes later changes nothing, to the bit, strong gates included.
     t = 70
@@ -53,11 +54,11 @@ def test_chunks_and_value_channels_that_are_not_whole():
         name: array if name == "initial_state" else array.at[:, t:].set(-9.0 if name == "g" else 0.3)
         for name, array in arrays.items()
     }
-    np.testing.assert_array_equal(on_gpu(later, PallasGpuConfig(block_v=128))[0][:, :t], got[0][:, :t])
+    np.testing.assert_array_equal(on_gpu(later, DeltaRuleSm90Forward(block_v=128))[0][:, :t], got[0][:, :t])
 
 
 def test_like_keys_do_not_break_the_inverse():
-    """One key 64 times with beta 1 and no decay: powers of L, rather than merged blocks, have terms of 1e18."""
+    """One key 64 times with beta 1 and no decay: powers of A, rather than merged blocks, have terms of 1e18."""
     arrays = draw(t=64, width=64)
     arrays["k"] = jnp.broadcast_to(arrays["k"][:, :1], arrays["k"].shape)
     arrays |= {"g": jnp.zeros_like(arrays["g"]), "beta": jnp.ones_like(arrays["beta"])}
@@ -69,19 +70,19 @@ def test_like_keys_do_not_break_the_inverse():
         assert verdict.ok, str(verdict)
 
 
-def test_the_rounds_of_kda_have_every_pair_once_with_its_gates():
-    """Whoever falls, and wherever: what two tokens are scaled by in the round that has them is the decay between them."""
+def test_the_levels_of_kda_have_every_pair_once_with_its_gates():
+    """Whichever rows decay too far: two tokens are scaled by the decay between them in the one level that has them."""
     i, j = (jnp.asarray(axis) for axis in np.indices((CHUNK, CHUNK)))
     g = np.random.default_rng(0).normal(size=CHUNK)
     between = np.array([[g[b + 1 : a + 1].sum() for b in range(CHUNK)] for a in range(CHUNK)])
     for in_chunk, in_block in ((CHUNK, CHUNK), (20, CHUNK), (40, 8), (10, 3), (0, 0)):
-        # From these tokens on rows have fallen: from the chunk's start, and from the start of their block.
-        fallen = [jnp.where(i[:, 0] % size >= first, -1e3, 0.0) for size, first in ((64, in_chunk), (32, in_block))]
-        rounds = int(Round.until(jnp.int32(in_chunk < CHUNK), jnp.int32(in_block < CHUNK)))
+        # From these tokens on, rows have decayed too far from the chunk's start, and from the start of their block.
+        lowest = [jnp.where(i[:, 0] % size >= first, -1e3, 0.0) for size, first in ((64, in_chunk), (32, in_block))]
+        levels = int(PairLevel.count(jnp.int32(in_chunk < CHUNK), jnp.int32(in_block < CHUNK)))
         found = np.zeros((CHUNK, CHUNK), int)
-        for level in range(rounds):
-            now = Round.of(jnp.int32(level))
-            pairs = np.asarray(now.pairs(i, j, *fallen))
+        for level in range(levels):
+            now = PairLevel.of(jnp.int32(level))
+            pairs = np.asarray(now.pairs(i, j, *lowest))
             scaled = np.asarray(now.exponents(i, j)) @ g
             sign = -1 if bool(now.from_start) else 1
             found += pairs
@@ -92,8 +93,8 @@ def test_the_rounds_of_kda_have_every_pair_once_with_its_gates():
 @pytest.mark.parametrize(
     "gate", [2.0, pytest.param(1.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)]
 )
-def test_kda_with_gates_that_fall_in_a_chunk(gate: float):
-    """In 64 tokens by e^-100, and in 32 by half of it; by less than one product can have; in 32 tokens by more."""
+def test_kda_with_gates_that_decay_too_far_for_one_level(gate: float):
+    """By e^-100 in 64 tokens and half of that in 32; by less than one product can have; by more in 32 tokens."""
     case = _case("kda", "falls", 1, 70, 1, 64, 64, gate=gate, state=True)
     held = CaseCheck(find_op("kda"), case, "bfloat16")
     with able_to_run("pallas_gpu"):
@@ -105,8 +106,16 @@ def test_kda_with_gates_that_fall_in_a_chunk(gate: float):
 @pytest.mark.parametrize(
     ("chip", "change", "text"),
     [
-        ("a100", {}, r"made for Hopper GPUs .* this is a a100 with 8.0; use implementation='xla'"),
-        ("b200", {}, r"made for Hopper GPUs .* this is a b200 with 10.0; use implementation='xla'"),
+        (
+            "a100",
+            {},
+            r"written for Hopper GPUs .* this is a a100 with compute capability 8.0; use implementation='xla'",
+        ),
+        (
+            "b200",
+            {},
+            r"written for Hopper GPUs .* this is a b200 with compute capability 10.0; use implementation='xla'",
+        ),
         (
             "h200",
             {"dtype": jnp.float32},
@@ -127,16 +136,71 @@ def test_what_it_refuses(chip, change, text):
     assert "not pallas_gpu: " in str(decision)
 
 
-def test_a_block_of_other_channels_is_refused():
-    with pytest.raises(
-        ValueError, match=r"block_v=96 must be one of 64, 128 \(a warpgroup carries 64 channels\); use 128"
-    ):
-        PallasGpuConfig(block_v=96)
+@pytest.mark.parametrize(
+    ("config", "fields", "text"),
+    [
+        (config, {"block_v": 96}, r"block_v=96 must be one of 64, 128 \(a warpgroup carries 64 channels\); use 128")
+        for config in (DeltaRuleSm90Forward, DeltaRuleSm90Backward)
+    ]
+    + [
+        (DeltaRuleSm90Forward, {"stages": 3}, r"stages=3 must be a positive multiple of 2 \(two warpgroups write"),
+        (DeltaRuleSm90Forward, {"state_registers": 250}, r"state_registers=250 must be a multiple of 8 from 24 to 240"),
+        (DeltaRuleSm90Backward, {"stages": 1}, r"stages=1 must be 2 or more; use 2"),
+        (DeltaRuleSm90Backward, {"gradient_registers": 12}, r"gradient_registers=12 must be a multiple of 8 from 24"),
+    ],
+)
+def test_configs_that_no_kernel_has_are_refused(config, fields, text):
+    with pytest.raises(ValueError, match=text):
+        config(**fields)
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_stages_that_do_not_fit_shared_memory_are_refused(op):
+    case = find_op(op).case("h96")
+    loss = jax.grad(lambda given, **kw: find_op(op).function(**given, **kw)[0].astype(jnp.float32).sum())
+    for config in (DeltaRuleSm90Forward(stages=8), DeltaRuleSm90Backward(stages=8)):
+        with (
+            tilewright.target("h200"),
+            pytest.raises(tilewright.Unsupported, match=r"KiB of shared memory .* fewer stages"),
+        ):
+            jax.eval_shape(
+                lambda given, config=config: loss(given, implementation="pallas_gpu", config=config),
+                case.structs("bfloat16"),
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_more_stages_change_no_bit(op):
+    """Five chunks in pipelines of two and of four stages, KDA's with two chunks per thread block of its score kernel."""
+    arrays = _case(op, "stages", 1, 300, 1, 64, 64, state=True).draw("bfloat16", 0)
+
+    def run(config):
+        with able_to_run("pallas_gpu"):
+            return jax.jit(lambda given: find_op(op).function(**given, implementation="pallas_gpu", config=config))(
+                arrays
+            )
+
+    four = DeltaRuleSm90Forward(block_v=64, stages=4, score_chunks=2)
+    for one, other in zip(run(DeltaRuleSm90Forward(block_v=64)), run(four), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("forward", "backward"), [(64, 128), (128, 64)])
+def test_the_backward_takes_any_config_beside_any_of_the_forward(forward, backward):
+    """V=144 is padded to 192 for blocks of 64 channels, and to 256 for blocks of 128."""
+    check = CaseCheck(find_op("gated_delta_rule"), _case("gated_delta_rule", "wide", 1, 70, 1, 64, 144), "bfloat16")
+    configs = DeltaRuleSm90Forward(block_v=forward), DeltaRuleSm90Backward(block_v=backward, stages=3)
+    with able_to_run("pallas_gpu"):
+        results = check.check("pallas_gpu", configs)
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
 
 @pytest.mark.parametrize(("heads", "block_v"), [(96, 128), (64, 64)])
 def test_it_lowers_for_a_gpu_that_is_not_there(heads, block_v):
-    """And is what an H200 gets when nothing is named; heads too few to fill it are split."""
+    """And is what an H200 gets when nothing is named; blocks of heads too few to fill it are narrower."""
     arrays = {
         name: jax.ShapeDtypeStruct((1, 8192, heads, *rest), dtype)
         for name, rest, dtype in (
@@ -147,13 +211,14 @@ def test_it_lowers_for_a_gpu_that_is_not_there(heads, block_v):
     with tilewright.target("h200"):
         (decision,) = tilewright.explain("gated_delta_rule", **arrays).decisions
         lowered = jax.jit(lambda given: gated_delta_rule(**given)).trace(arrays).lower(lowering_platforms=("cuda",))
-    assert (decision.implementation, decision.launch.config.block_v) == ("pallas_gpu", block_v)
+    assert decision.implementation == "pallas_gpu"
+    assert (decision.forward.config.block_v, decision.backward.config.block_v) == (block_v, block_v)
     assert lowered.as_text().count("mosaic_gpu") >= 2
 
 
 @pytest.mark.parametrize(("op", "kernels"), [("delta_rule", 5), ("gated_delta_rule", 5), ("kda", 5)])
 def test_its_gradient_lowers_for_a_gpu_that_is_not_there(op, kernels):
-    """Of inputs of every kind: a state, segments, grouped heads, sizes that are not whole tiles."""
+    """With inputs of every kind: a state, segments, grouped heads, sizes that are not whole tiles."""
     b, t, h, hv, k, v = 2, 300, 2, 4, 48, 80
     shapes = {
         "q": (b, t, h, k),

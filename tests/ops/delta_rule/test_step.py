@@ -9,19 +9,29 @@ from jax.sharding import Mesh, PartitionSpec
 import tilewright
 from tests.ops.contract import OpContract, able_to_run
 from tilewright import gated_delta_rule_step
-from tilewright.ops.delta_rule.step.config import PallasGpuConfig
+from tilewright.configs import DeltaRuleStepSm90Forward
 
 
 class TestDeltaRuleStep(OpContract):
     op_name = "delta_rule_step"
+    shares_code_with = "gated_delta_rule_step"
 
 
 class TestGatedDeltaRuleStep(OpContract):
     op_name = "gated_delta_rule_step"
 
+    def extreme(self, arrays: dict) -> dict:
+        """Gates that forget everything or nothing."""
+        return arrays | {"g": arrays["g"].at[:, 0].set(-1e4).at[:, 1].set(-jnp.inf).at[:, 2].set(0.0)}
+
 
 class TestKdaStep(OpContract):
     op_name = "kda_step"
+    shares_code_with = "gated_delta_rule_step"
+
+    def extreme(self, arrays: dict) -> dict:
+        """Gates that forget everything or nothing."""
+        return arrays | {"g": arrays["g"].at[:, 0].set(-1e4).at[:, 1].set(-jnp.inf).at[:, 2].set(0.0)}
 
 
 def draw(b=1, h=1, hv=1, depth=32, width=64, dtype=jnp.float32):
@@ -45,7 +55,7 @@ def test_blocks_of_other_widths_are_the_same_step():
     arrays = draw(hv=2, width=64)
     want = gated_delta_rule_step(**arrays, implementation="reference")
     for block_v in (64, 128):
-        config = PallasGpuConfig(block_v)
+        config = DeltaRuleStepSm90Forward(block_v)
         with able_to_run("pallas_gpu"):
             got = jax.jit(lambda x: gated_delta_rule_step(**x, implementation="pallas_gpu", config=config))(arrays)  # noqa: B023
         for one, other in zip(got, want, strict=True):
@@ -98,7 +108,8 @@ def test_an_h200_gets_one_kernel_that_works_in_place(op, gate):
     with tilewright.target("h200"):
         (decision,) = tilewright.explain(f"{op}_step", state, **arrays).decisions
         text = jax.jit(lambda s, x: step(s, **x)).trace(state, arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert (decision.implementation, decision.launch.config) == ("pallas_gpu", PallasGpuConfig(32))
+    assert (decision.implementation, decision.configs) == ("pallas_gpu", {"forward": DeltaRuleStepSm90Forward(32)})
+    assert "backward: the gradient of implementation='reference'" in str(decision)
     assert text.count("stablehlo.custom_call") == 1
     assert "output_tuple_indices = [1], operand_index = 0" in text
 
@@ -121,7 +132,7 @@ def test_the_kernel_is_traced_inside_shard_map(cpu_devices):
 @pytest.mark.parametrize(
     ("chip", "b", "text"),
     [
-        ("a100", 1, r"made for Hopper GPUs .* this is a a100 with 8.0; use implementation='reference'"),
+        ("a100", 1, r"for Hopper GPUs .* this is a a100 with compute capability 8.0; use implementation='reference'"),
         ("h200", 0, r"B=0 leaves no block to launch; use implementation='reference'"),
     ],
 )
@@ -137,12 +148,33 @@ def test_what_it_refuses(chip, b, text):
 
 def test_a_block_of_other_channels_is_refused():
     with pytest.raises(ValueError, match=r"block_v=48 must be one of 16, 32, 64, 128 \(threads take .*; use 32"):
-        PallasGpuConfig(block_v=48)
-    assert [PallasGpuConfig.for_shape(v).block_v for v in (16, 32, 48, 50, 128)] == [16, 32, 16, 32, 32]
+        DeltaRuleStepSm90Forward(block_v=48)
+
+
+def test_the_block_is_the_one_with_the_least_padding():
+    def block_v(width):
+        with tilewright.target("h200"):
+            (decision,) = tilewright.explain("gated_delta_rule_step", **structs(width=width)).decisions
+        return decision.forward.config.block_v
+
+    assert [block_v(width) for width in (16, 32, 48, 50, 128)] == [16, 32, 16, 32, 32]
+
+
+def test_vmap_is_one_launch_with_more_sequences():
+    arrays = structs(b=2, h=1, hv=2)
+    mapped = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), arrays)
+    with tilewright.target("h200"):
+        traced = jax.jit(jax.vmap(lambda x: gated_delta_rule_step(**x))).trace(mapped)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "stablehlo.while" not in text
+    assert "(tensor<6x2x32x64xf32>" in text
 
 
 def test_bad_input_names_the_step():
     arrays = draw()
     arrays["g"] = jnp.zeros((1, 1, 32))
-    with pytest.raises(ValueError, match=r"g is float32\[1, 1, 32\], one gate a key channel, which is the gate of kda"):
+    with pytest.raises(
+        ValueError, match=r"g is float32\[1, 1, 32\], one gate per key channel, which is the gate of kda"
+    ):
         gated_delta_rule_step(**arrays)

@@ -1,1 +1,1 @@
-"""The delta rule and its gated relatives: DeltaNet, Gated DeltaNet, Kimi Delta Attention. The public ops are in `api`."""
+"""The delta rule and its gated relatives: DeltaNet, Gated DeltaNet, Kimi Delta Attention. `api` has the public ops."""

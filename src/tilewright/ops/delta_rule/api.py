@@ -1,7 +1,7 @@
 """`delta_rule`, `gated_delta_rule` and `kda`: linear attention with a state that forgets and corrects itself.
 
-The three differ in the gate alone: none, one a head, one a key channel. The gates have functions that make them from a
-layer's raw projections. Each op has a step that decodes one token: step/api.py.
+The three differ in the gate alone: none, one per head, one per key channel. `gdn_gate` and `kda_gate` compute the gates
+from the raw projections of a layer. Each op has a step that decodes one token: step/api.py.
 """
 
 from typing import Any
@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tilewright.core.dispatch import Op, register
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
 from tilewright.core.segments import segment_starts
-from tilewright.ops.delta_rule.arguments import given_arrays, normalized
-from tilewright.ops.delta_rule.validation import LARGEST_WIDTH as LARGEST_WIDTH
-from tilewright.ops.delta_rule.validation import SMALLEST_WIDTH as SMALLEST_WIDTH
-from tilewright.ops.delta_rule.validation import check_arrays, check_segments
-from tilewright.ops.delta_rule.validation import check_lower_bound as check_lower_bound
+from tilewright.ops.delta_rule.arguments import LARGEST_WIDTH as LARGEST_WIDTH
+from tilewright.ops.delta_rule.arguments import SMALLEST_WIDTH as SMALLEST_WIDTH
+from tilewright.ops.delta_rule.arguments import check_arrays, check_segments, given_arrays, normalized
+from tilewright.ops.delta_rule.arguments import check_lower_bound as check_lower_bound
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 
 _FAMILY = "tilewright.ops.delta_rule"
 _IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
@@ -37,10 +38,10 @@ def delta_rule(
     initial_state: Float[Array, "*B HV K V"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     normalize_qk: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
-    r"""The delta rule (DeltaNet): a state that is corrected towards each value under its key.
+    r"""The delta rule (DeltaNet): for each key, the value that the state holds is corrected towards the token's value.
 
     For each value head, with S [K, V] starting at `initial_state`, token by token
 
@@ -49,17 +50,18 @@ def delta_rule(
 
     Args:
       q: queries [B, T, H, K], float32 or bfloat16. All arrays may come without B.
-      k: keys [B, T, H, K], of q's dtype. They should be of length 1 or so: `normalize_qk=True` sees to it.
+      k: keys [B, T, H, K], of q's dtype. Their length should be about 1: `normalize_qk=True` sees to that.
       v: values [B, T, HV, V], of q's dtype. HV is a multiple of H; value head h reads query and key head h // (HV / H).
-      beta: how much of the correction is made, [B, T, HV], float32 or bfloat16.
-      scale: the factor of the output; K**-0.5 unless told.
-      initial_state: S before the first token, [B, HV, K, V] float32; zeros unless told.
-      segment_ids: [B, T] integers. Wherever it changes along T, the state starts again from zeros: packed sequences do not
+      beta: the strength of the correction, [B, T, HV], float32 or bfloat16.
+      scale: the factor of the output; defaults to K**-0.5.
+      initial_state: S before the first token, [B, HV, K, V] float32; defaults to zeros.
+      segment_ids: [B, T] integers. Wherever they change along T, the state starts again from zeros: packed sequences do
+      not
         see each other. `initial_state` belongs to the first token's segment, and the final state to the last token's.
-      normalize_qk: divide each query and key by its length: x / sqrt(sum x^2 + 1e-6), rounded to its dtype.
+      normalize_qk: divides each query and key by its length: x / sqrt(sum x^2 + 1e-6), rounded to its dtype.
       implementation: "pallas_tpu", "pallas_gpu" (Hopper), "xla" or "reference"; None takes the best that
         this device can run.
-      config: block sizes, a config of the implementation (tilewright.ops.delta_rule.config).
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:
       o [B, T, HV, V] in v's dtype, and the final state [B, HV, K, V] in float32. Gradients flow to every array and
@@ -81,8 +83,8 @@ def gated_delta_rule(
     initial_state: Float[Array, "*B HV K V"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     normalize_qk: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
     r"""The gated delta rule (Gated DeltaNet, Qwen3-Next): the delta rule on a state that decays.
 
@@ -92,8 +94,8 @@ def gated_delta_rule(
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-    g, the log of the decay, is [B, T, HV], float32 or bfloat16, and meant to be <= 0; `gdn_gate` makes it. -1e4 is as good
-    as forgetting all. A positive g is allowed, and lets the state grow by exp(g): nothing is clipped.
+    g, the log of the decay, is [B, T, HV], float32 or bfloat16, and should be <= 0; `gdn_gate` computes it. -1e4
+    forgets everything. A positive g is allowed, and lets the state grow by exp(g): nothing is clipped.
 
     The other arguments and the results are those of `delta_rule`.
     """
@@ -113,10 +115,10 @@ def kda(
     initial_state: Float[Array, "*B HV K V"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     normalize_qk: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
-    r"""Kimi Delta Attention: the delta rule on a state whose every key channel decays at a rate of its own.
+    r"""Kimi Delta Attention: the delta rule on a state of which each key channel decays at a rate of its own.
 
     For each value head, with S [K, V] starting at `initial_state`, token by token
 
@@ -124,8 +126,8 @@ def kda(
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-    g, the logs of the decays, is [B, T, HV, K], float32 or bfloat16, and meant to be <= 0; `kda_gate` makes it. -1e4 is as
-    good as forgetting the channel. A positive g is allowed, and lets a channel grow by exp(g): nothing is clipped.
+    g, the logs of the decays, is [B, T, HV, K], float32 or bfloat16, and should be <= 0; `kda_gate` computes it. -1e4
+    forgets the channel. A positive g is allowed, and lets a channel grow by exp(g): nothing is clipped.
 
     The other arguments and the results are those of `delta_rule`.
     """
@@ -162,8 +164,8 @@ def kda_gate(
         )
     if A_log.shape != x.shape[-2:-1]:
         raise ValueError(
-            f"A_log has shape {list(A_log.shape)} and x {list(x.shape)}; A_log must be [HV] = [{x.shape[-2]}], one a head: "
-            f"pass A_log.reshape(-1)"
+            f"A_log has shape {list(A_log.shape)} and x {list(x.shape)}; A_log must be [HV] = [{x.shape[-2]}], one per "
+            f"head: pass A_log.reshape(-1)"
         )
     check_lower_bound(lower_bound)
     statistics = accumulator(x.dtype)
@@ -185,8 +187,8 @@ def _run(
     initial_state: Any,
     segment_ids: Any,
     normalize_qk: bool,
-    implementation: str | None,
-    config: Any,
+    implementation: ImplementationName | None,
+    config: Config | tuple[Config, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
     arrays = given_arrays(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     check_arrays(op.name, arrays, time_axis=True)
@@ -208,17 +210,22 @@ def _run(
     else:
         gate = arrays["g"].astype(statistics) if "g" in arrays else None
         resets = None if segment_ids is None else segment_starts(segment_ids)
-        o, final_state = op.run(
-            (arrays["q"], arrays["k"], arrays["v"], gate, arrays["beta"].astype(statistics), state, resets),
-            {"scale": depth**-0.5 if scale is None else float(scale)},
-            implementation=implementation,
-            config=config,
+        call = DeltaRuleCall(
+            q=arrays["q"],
+            k=arrays["k"],
+            v=arrays["v"],
+            g=gate,
+            beta=arrays["beta"].astype(statistics),
+            initial_state=state,
+            resets=resets,
+            scale=depth**-0.5 if scale is None else float(scale),
         )
+        o, final_state = op.run(call, implementation=implementation, config=config)
     return (o[0], final_state[0]) if unbatched else (o, final_state)
 
 
 def _along(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """`weights` with leading axes of 1, to go with x."""
+    """`weights` with leading axes of 1, to broadcast against x."""
     return weights.reshape((1,) * (x.ndim - weights.ndim) + weights.shape)
 
 

@@ -1,4 +1,4 @@
-"""What the ops of the family and their steps do with their arguments, behind validation."""
+"""Checks and conversions of the arguments that the ops of the family and their steps share."""
 
 from typing import Any
 
@@ -6,20 +6,138 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.numerics import accumulator, rounded
 
+SMALLEST_WIDTH, LARGEST_WIDTH = 16, 256
 _NORMALIZE_EPSILON = 1e-6
 
 
 def given_arrays(**given: Any) -> dict[str, jax.Array]:
+    """The arguments that are not None, as arrays."""
     return {name: jnp.asarray(value) for name, value in given.items() if value is not None}
 
 
 def normalized(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
     """x / sqrt(sum x^2 + 1e-6) along the last axis, summed in float32, rounded to x's dtype.
 
-    Every implementation sees the rounded values: XLA is not to pass the others on to one that goes on in float32.
+    Every implementation sees the rounded values: XLA must not pass the others on to one that goes on in float32.
     """
     wide = x.astype(accumulator(x.dtype))
     squares = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     return rounded(wide * jax.lax.rsqrt(squares + _NORMALIZE_EPSILON), x.dtype).astype(x.dtype)
+
+
+def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> None:
+    """Checks the rank, shape and dtype of every array. `time_axis` is False for a step, whose arrays have no T."""
+    q, k, v, beta, g = (arrays.get(name) for name in ("q", "k", "v", "beta", "g"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert beta is not None
+    token = "T, " if time_axis else ""
+    rank = 3 if time_axis else 2
+    if v.ndim not in (rank, rank + 1) or q.ndim != v.ndim:
+        raise ValueError(
+            f"q is {shown(q)} and v is {shown(v)}; q must be [B, {token}H, K] and v [B, {token}HV, V], "
+            f"both with B or both without"
+        )
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.dtype.name not in FLOATING:
+            raise ValueError(f"{name} is {shown(array)}; it must be float32 or bfloat16: {name}.astype(jnp.bfloat16)")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v have dtypes {q.dtype.name}, {k.dtype.name} and {v.dtype.name}; they must be equal: "
+            f"pass q.astype(v.dtype) and k.astype(v.dtype)"
+        )
+    if k.shape != q.shape:
+        raise ValueError(f"k is {shown(k)} and q is {shown(q)}; they must have one shape [B, {token}H, K]")
+    leading, (hv, width) = list(v.shape[:-2]), v.shape[-2:]
+    h, depth = q.shape[-2:]
+    if list(q.shape[:-2]) != leading:
+        raise ValueError(
+            f"q is {shown(q)} and v is {shown(v)}; their axes before the heads must be equal ([B, {token.rstrip(', ')}])"
+        )
+    if h == 0 or hv % h or hv == 0:
+        raise ValueError(
+            f"v has HV={hv} heads and q has H={h}; HV must be a multiple of H, since each query head serves HV / H value "
+            f"heads; use HV={max(h, -(-hv // max(h, 1)) * h)}, or repeat the heads of q and k to a divisor of HV"
+        )
+    for letter, size, name in (("K", depth, "k"), ("V", width, "v")):
+        if not SMALLEST_WIDTH <= size <= LARGEST_WIDTH:
+            raise ValueError(
+                f"{name} is {shown(k if name == 'k' else v)}: {letter}={size} must be from {SMALLEST_WIDTH} to "
+                f"{LARGEST_WIDTH}; pad it with zeros, or split the heads"
+            )
+    _check_per_head("beta", beta, [*leading, hv], token)
+    if g is not None:
+        _check_gate(op, g, [*leading, hv], depth, token)
+    for name in ("initial_state", "state"):
+        if name in arrays:
+            _check_state(name, arrays[name], [*(leading[:-1] if time_axis else leading), hv, depth, width])
+
+
+def _check_per_head(name: str, array: jax.Array, shape: list[int], token: str) -> None:
+    if list(array.shape) != shape:
+        raise ValueError(f"{name} is {shown(array)}; it must be [B, {token}HV] = {shape}, a number for each value head")
+    _check_floating(name, array)
+
+
+def _check_gate(op: str, g: jax.Array, per_head: list[int], depth: int, token: str) -> None:
+    per_channel = [*per_head, depth]
+    if op.startswith("kda"):
+        if list(g.shape) == per_head:
+            raise ValueError(
+                f"g is {shown(g)}, one gate per head, which is the gate of gated_delta_rule; kda takes one per key "
+                f"channel, [B, {token}HV, K] = {per_channel}: use gated_delta_rule, or "
+                f"jnp.broadcast_to(g[..., None], {tuple(per_channel)})"
+            )
+        if list(g.shape) != per_channel:
+            raise ValueError(
+                f"g is {shown(g)}; it must be [B, {token}HV, K] = {per_channel}, a log-decay for each channel"
+            )
+    else:
+        if list(g.shape) == per_channel:
+            raise ValueError(
+                f"g is {shown(g)}, one gate per key channel, which is the gate of kda; gated_delta_rule takes one per "
+                f"head, [B, {token}HV] = {per_head}: use kda with this g"
+            )
+        if list(g.shape) != per_head:
+            raise ValueError(
+                f"g is {shown(g)}; it must be [B, {token}HV] = {per_head}, a log-decay for each value head"
+            )
+    _check_floating("g", g)
+
+
+def _check_state(name: str, state: jax.Array, shape: list[int]) -> None:
+    if list(state.shape) != shape:
+        transposed = list(state.shape) == [*shape[:-2], shape[-1], shape[-2]]
+        remedy = "; it looks transposed: pass jnp.swapaxes(state, -1, -2)" if transposed else ""
+        raise ValueError(f"{name} is {shown(state)}; it must be [B, HV, K, V] = {shape}{remedy}")
+    if state.dtype.name not in ("float32", "float64"):
+        raise ValueError(f"{name} has dtype {state.dtype.name}; states are float32: pass {name}.astype(jnp.float32)")
+
+
+def _check_floating(name: str, array: jax.Array) -> None:
+    if array.dtype.name not in FLOATING:
+        raise ValueError(
+            f"{name} has dtype {array.dtype.name}; it must be float32 or bfloat16: pass {name}.astype(jnp.float32)"
+        )
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    """The lower bound of KDA's bounded gate."""
+    if lower_bound is not None and not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound={lower_bound} must be at least -5 and negative; use -5.0, or None for no bound")
+
+
+def check_segments(segment_ids: jax.Array, v: jax.Array) -> None:
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids has dtype {segment_ids.dtype.name}; segment_ids must be integers: "
+            f"pass segment_ids.astype(jnp.int32)"
+        )
+    if segment_ids.shape != v.shape[:-2]:
+        raise ValueError(
+            f"segment_ids is {shown(segment_ids)}; it must be [B, T] = {list(v.shape[:-2])}, one id per token"
+        )

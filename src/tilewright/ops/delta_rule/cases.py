@@ -1,4 +1,4 @@
-"""The named shapes of the delta-rule family: the same ones for its three ops."""
+"""The named shapes of the delta-rule family, the same for its three ops."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def unit(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def betas(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Between 0 and 1, with some of either exactly."""
+    """Between 0 and 1, some of them exactly 0 or 1."""
     drawn = jax.nn.sigmoid(2 * jax.random.normal(key, shape, jnp.float32))
     return jnp.where(drawn < 0.05, 0.0, jnp.where(drawn > 0.95, 1.0, drawn))
 
@@ -36,7 +36,7 @@ def log_decay(strength: float) -> Draw:
 
 
 def _segments(count: int) -> Draw:
-    """About `count` segments, boundaries anywhere."""
+    """About `count` segments with boundaries anywhere."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         starts = jax.random.bernoulli(key, count / shape[-1], shape)
@@ -61,7 +61,9 @@ def _case(
     small: bool = False,
     **options: Any,
 ) -> Case:
-    """A case with keys of length 1. FLOPs are of the recurrence: 6 K V a token and head, and thrice that with gradients."""
+    """A case with keys of length 1. The FLOPs are those of the recurrence: 6 K V per token and head, and three times that
+    with gradients.
+    """
     hv = hv or h
     inputs = {
         "q": Input((b, t, h, k), normal(k**-0.25)),

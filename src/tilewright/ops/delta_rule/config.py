@@ -1,177 +1,135 @@
-"""Block sizes of the delta-rule family, an implementation each; validated when built."""
+"""Block sizes of the delta-rule family."""
 
-from dataclasses import dataclass
-
-from tilewright.core.chip import LANES, MIB, ROW_TILE, Chip
-
-_FLOAT32_BYTES = 4
-
-_SMALLEST_CHUNK = 8
-# The work inside a chunk grows with its length, the work of passing the state on falls. CPUs like the former smaller:
-# 64 tokens take 1.06 times as long as 32, and 16 take 1.13 (delta_rule, T4096, 4 heads of 128, float32, forward+backward,
-# 2 cores of an aarch64).
-_CHUNK, _CPU_CHUNK = 64, 32
-# On a CPU a program has each chunk of a block: fewer of them compile sooner, and fewer states are made anew. Blocks of 128
-# tokens take 1.04 times as long as 64, and 32 as long with half as much memory again (the same run).
-_XLA_BLOCK_TOKENS, _CPU_BLOCK_TOKENS = 1024, 64
-
-# By the schedules for a v6e: more heads take fewer bundles each, and twice as long to compile (pallas_tpu.py).
-_TPU_BLOCK_CHUNKS = 8
-_TPU_HEADS = 4
-
-# Hopper: rows of an instruction of the matrix unit, warpgroups of a block that carry a state, and the widest key.
-GPU_TILE = 64
-GPU_WARPGROUPS = 2
-GPU_WIDEST_KEY = 128
-# Tokens of a part, and parts of a sequence, below which the second pass over it costs more than it saves.
-_GPU_LEAST_PART, _GPU_LEAST_PARTS = 512, 3
+from tilewright.core.chip import ROW_TILE
+from tilewright.core.config import Config
 
 
-def _chunk_for(t: int, smallest: int, largest: int) -> int:
-    """The least power of two that holds t tokens, between two others."""
-    chunk = smallest
-    while chunk < min(t, largest):
-        chunk *= 2
-    return chunk
+class _Chunks(Config):
+    """Tokens per chunk, and chunks per block."""
+
+    chunk: int = 64
+    block_chunks: int = 16
+
+    def _check_chunk(self, least: int, why: str = "", otherwise: str = "") -> None:
+        if not isinstance(self.chunk, int) or self.chunk < least or self.chunk & (self.chunk - 1):
+            raise ValueError(f"chunk={self.chunk!r} must be a power of two, at least {least}{why}; use 64{otherwise}")
 
 
-@dataclass(frozen=True)
-class XlaConfig:
-    """Tokens in a chunk, and chunks that are worked on at a time.
+class DeltaRuleXlaForward(_Chunks):
+    """Tokens per chunk, and chunks per block. The backward has no config: it follows the blocks that the forward saved.
 
-    The chunks of a block go through their products together; the state goes through them in order. The forward keeps a
-    state for each block, and the backward makes the rest anew, a block at a time.
+    The chunks of a block are multiplied together, and the state goes through them in order. The forward saves one state
+    per block, and the backward recomputes the rest, one block at a time.
     """
 
-    chunk: int = _CHUNK
-    block_chunks: int = _XLA_BLOCK_TOKENS // _CHUNK
-
     def __post_init__(self) -> None:
-        if not isinstance(self.chunk, int) or self.chunk < 2 or self.chunk & (self.chunk - 1):
-            raise ValueError(f"chunk={self.chunk!r} must be a power of two, at least 2; use {_CHUNK}")
-        if not isinstance(self.block_chunks, int) or self.block_chunks < 1:
-            raise ValueError(
-                f"block_chunks={self.block_chunks!r} must be a positive integer; use {_XLA_BLOCK_TOKENS // _CHUNK}"
-            )
-
-    @staticmethod
-    def for_length(t: int, chip: Chip) -> "XlaConfig":
-        largest, tokens = _CHUNK, _XLA_BLOCK_TOKENS
-        if chip.platform == "cpu":
-            largest, tokens = _CPU_CHUNK, _CPU_BLOCK_TOKENS
-        chunk = _chunk_for(t, _SMALLEST_CHUNK, largest)
-        return XlaConfig(chunk, min(tokens // chunk, -(-t // chunk)))
+        self._check_chunk(2)
+        self.check_integers("block_chunks", use=16)
 
 
-@dataclass(frozen=True)
-class PallasTpuConfig:
-    """Tokens in a chunk, chunks in a block, and value heads in a block.
+class DeltaRuleTpuForward(_Chunks):
+    """Tokens per chunk, chunks per block, value heads per block, and the most of those that lie side by side.
 
-    Heads of a block go side by side in the lanes: more of them hide more of the latency of each other's products, and make
-    the code longer.
+    Heads that lie side by side in the lanes hide the latency of each other's products. More heads per block take fewer
+    bundles each, and make the code longer: on the schedule for a v6e, 8 heads take twice as long to compile as 4.
     """
 
-    chunk: int = _CHUNK
-    block_chunks: int = _TPU_BLOCK_CHUNKS
-    heads: int = _TPU_HEADS
+    block_chunks: int = 8
+    heads: int = 4
+    side_by_side: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.chunk, int) or self.chunk < ROW_TILE or self.chunk & (self.chunk - 1):
-            raise ValueError(
-                f"chunk={self.chunk!r} must be a power of two, at least {ROW_TILE} (the rows of a bfloat16 tile); "
-                f"use {_CHUNK}, or implementation='xla'"
-            )
-        if not isinstance(self.block_chunks, int) or self.block_chunks < 1:
-            raise ValueError(f"block_chunks={self.block_chunks!r} must be a positive integer; use {_TPU_BLOCK_CHUNKS}")
-        if not isinstance(self.heads, int) or self.heads < 1:
-            raise ValueError(f"heads={self.heads!r} must be a positive integer; use {_TPU_HEADS}")
-
-    def vmem_bytes(self, k: int, v: int, itemsize: int, *, channel_gate: bool) -> dict[str, int]:
-        """An estimate of the VMEM that each kernel needs: blocks twice for the pipeline, states once."""
-        k, v = lanes(k), lanes(v)
-        tokens, state = self.chunk * self.block_chunks, self.heads * k * v * _FLOAT32_BYTES
-        gate = self.heads * k * _FLOAT32_BYTES if channel_gate else 0
-        per_token = self.heads * (2 * k + v) * itemsize + gate + 2 * LANES * _FLOAT32_BYTES
-        forward = 2 * tokens * (per_token + self.heads * v * itemsize) + 5 * state
-        inverses = self.block_chunks * self.chunk * max(self.heads * self.chunk, LANES) * _FLOAT32_BYTES
-        backward = 2 * tokens * (2 * per_token + self.heads * v * itemsize) + (8 + self.block_chunks) * state + inverses
-        # What a chunk's algebra keeps beside all this, for each pair of heads.
-        work = 32 * self.chunk * 2 * max(k, v) * _FLOAT32_BYTES
-        return {"forward": forward + work, "backward": backward + work}
-
-    def misfit(self, chip: Chip, k: int, v: int, itemsize: int, *, channel_gate: bool) -> str | None:
-        """Why a kernel of this config does not fit the chip's VMEM, or None."""
-        if chip.vmem_bytes is None:
-            return None
-        for kernel, needed in self.vmem_bytes(k, v, itemsize, channel_gate=channel_gate).items():
-            if needed > chip.vmem_bytes:
-                return (
-                    f"its {kernel} kernel needs about {needed / MIB:.0f} MiB of VMEM for K={k} and V={v} with {self}, and "
-                    f"a {chip.name} has {chip.vmem_bytes / MIB:.0f}; use fewer heads or block_chunks, "
-                    f"or implementation='xla'"
-                )
-        return None
-
-    @staticmethod
-    def for_shape(
-        chip: Chip, t: int, h: int, hv: int, k: int, v: int, itemsize: int, *, channel_gate: bool
-    ) -> "PallasTpuConfig":
-        """The most heads that fit the chip's VMEM; one if none does."""
-        chunk = _chunk_for(t, ROW_TILE, _CHUNK)
-        block_chunks = min(-(-t // chunk), _TPU_BLOCK_CHUNKS)
-        group = hv // h
-        # A block's heads share query heads evenly: they are whole groups, or a group is whole blocks.
-        fitting = [n for n in range(_TPU_HEADS, 0, -1) if hv % n == 0 and (n % group == 0 or group % n == 0)]
-        for heads in fitting:
-            config = PallasTpuConfig(chunk, block_chunks, heads)
-            if config.misfit(chip, k, v, itemsize, channel_gate=channel_gate) is None:
-                return config
-        return PallasTpuConfig(chunk, block_chunks, 1)
+        self._check_chunk(ROW_TILE, " (the rows of a bfloat16 tile)", ", or implementation='xla'")
+        self.check_integers("block_chunks", use=8)
+        self.check_integers("heads", "side_by_side", use=4)
 
 
-@dataclass(frozen=True)
-class PallasGpuConfig:
-    """Value channels of a thread block, 64 for each of its warpgroups that carry a state; and parts of the sequence.
+class DeltaRuleTpuBackward(Config):
+    """Value heads per block, and the most of those that lie side by side.
 
-    128 channels read queries and keys once for all of them; 64 make twice as many blocks, for when there are fewer than the
-    GPU has multiprocessors. Where these are still few the sequence is cut into `parts`, which are worked on at the same
-    time, twice (gpu_parts.py).
-
-    Results are the same to the bit for any block_v, and differ in rounding with the parts. `for_shape` takes those from
-    shapes alone, the batch's and the length among them: a row's bits do not depend on what else is in a batch, but may on
-    how large it is. Who needs them not to passes parts=1.
+    Chunks and blocks of tokens are the forward's, which saved one state per block. More heads side by side than 2 would
+    quadruple products of which only the diagonal blocks are used.
     """
 
-    block_v: int = GPU_WARPGROUPS * GPU_TILE
-    parts: int = 1
+    heads: int = 4
+    side_by_side: int = 2
 
     def __post_init__(self) -> None:
-        allowed = [count * GPU_TILE for count in range(1, GPU_WARPGROUPS + 1)]
+        self.check_integers("heads", use=4)
+        self.check_integers("side_by_side", use=2)
+
+
+SM90_TILE = 64
+"""Rows of a wgmma instruction: the value channels of a warpgroup that carries a state, on Hopper."""
+SM90_STATES = 2
+"""The most warpgroups of a thread block that carry a state."""
+_REGISTERS = range(24, 241, 8)  # Per thread: what setmaxnreg takes, and three warpgroups have 504 together.
+
+
+class _Sm90(Config):
+    block_v: int = SM90_STATES * SM90_TILE
+
+    def _check(self, *registers: str) -> None:
+        allowed = [count * SM90_TILE for count in range(1, SM90_STATES + 1)]
         if self.block_v not in allowed:
             raise ValueError(
-                f"block_v={self.block_v!r} must be one of {', '.join(map(str, allowed))} (a warpgroup carries {GPU_TILE} "
+                f"block_v={self.block_v!r} must be one of {', '.join(map(str, allowed))} (a warpgroup carries {SM90_TILE} "
                 f"channels); use {allowed[-1]}"
             )
-        if not isinstance(self.parts, int) or self.parts < 1:
-            raise ValueError(f"parts={self.parts!r} must be a positive integer; use 1 for a sequence that is not cut")
-
-    @property
-    def warpgroups(self) -> int:
-        """Those that carry a state."""
-        return self.block_v // GPU_TILE
-
-    @staticmethod
-    def for_shape(chip: Chip, b: int, t: int, hv: int, v: int) -> "PallasGpuConfig":
-        """Blocks that fill the chip about once: narrow ones where wide ones are few, parts where narrow ones are few."""
-        tiles = -(-v // GPU_TILE)
-        widest = min(tiles, GPU_WARPGROUPS)
-        blocks = b * hv * -(-tiles // widest)
-        if chip.multiprocessors is None or 2 * blocks > chip.multiprocessors:
-            return PallasGpuConfig(GPU_TILE * widest)
-        parts = min(chip.multiprocessors // (b * hv * tiles), t // _GPU_LEAST_PART)
-        return PallasGpuConfig(GPU_TILE, parts if parts >= _GPU_LEAST_PARTS else 1)
+        for name in registers:
+            if (value := getattr(self, name)) is not None and value not in _REGISTERS:
+                raise ValueError(
+                    f"{name}={value!r} must be a multiple of 8 from {_REGISTERS[0]} to {_REGISTERS[-1]}; leave it out for "
+                    f"the kernel's own"
+                )
 
 
-def lanes(width: int) -> int:
-    """A width in whole lanes."""
-    return -(-width // LANES) * LANES
+class DeltaRuleSm90Forward(_Sm90):
+    """Block sizes of the forward kernels on Hopper. Results do not depend on block_v, to the bit.
+
+    They differ in rounding with `splits`. The heuristic takes those from shapes alone, the batch size and the length
+    among them: the bits of a batch element do not depend on what else is in the batch, but may depend on its size. Pass
+    splits=1 where they must not.
+    """
+
+    block_v: int = SM90_STATES * SM90_TILE
+    """Value channels of a thread block of the state kernel, 64 per warpgroup that carries a state. 128 read queries and
+    keys once for all of them; 64 make twice as many thread blocks, for when those are fewer than the
+    multiprocessors."""
+    splits: int = 1
+    """Sequence splits that are worked on at the same time, in two passes (split_t.py); 1 for one pass."""
+    stages: int = 2
+    """Chunks in the state kernel's pipeline."""
+    state_registers: int | None = None
+    """Registers per thread of a warpgroup that carries a state. With one gate per head, the warpgroups that write
+    outputs share the rest of 504. None: 192 with one gate per head, 216 there for block_v=64, 240 with one per
+    channel."""
+    score_chunks: int = 3
+    """KDA: chunks that a thread block of the score kernel works on at once, to hide each other's latency."""
+
+    def __post_init__(self) -> None:
+        self._check("state_registers")
+        if not isinstance(self.splits, int) or self.splits < 1:
+            raise ValueError(f"splits={self.splits!r} must be a positive integer; use 1 for a sequence in one piece")
+        self.check_integers("stages", multiple=2, why="two warpgroups write outputs in turns")
+        self.check_integers("score_chunks")
+
+
+class DeltaRuleSm90Backward(_Sm90):
+    """Block sizes of the backward kernels on Hopper. Any of them goes with any config of the forward."""
+
+    block_v: int = SM90_STATES * SM90_TILE
+    """Value channels of a thread block of the reverse kernel, as in the forward."""
+    stages: int = 2
+    """Chunks in the reverse kernel's pipeline."""
+    state_registers: int | None = None
+    """Registers per thread of a warpgroup that carries a gradient of the state, for block_v=128; the producer has the
+    rest of 504. None: 200 with one gate per head, where the producer computes scores, and 232 with one per channel."""
+    gradient_stages: int = 2
+    """Tiles of 64 value channels in the pipeline of the kernel that computes the other gradients."""
+    gradient_registers: int = 232
+    """Registers per thread of its two warpgroups that compute; the producer has the rest of 504."""
+
+    def __post_init__(self) -> None:
+        self._check("state_registers", "gradient_registers")
+        self.check_integers("stages", "gradient_stages", least=2)

@@ -1,7 +1,7 @@
 """The delta rule and its relatives as they are defined: a scan over tokens. The oracle of the family.
 
-bfloat16 inputs are widened, and everything inside is float32: a vector times the state, token by token, needs no matrix
-unit. That is what a chunked bfloat16 version is held to.
+bfloat16 inputs are upcast, and everything inside is float32: a vector times the state, token by token, needs no matrix
+unit. A chunked bfloat16 version is held to that.
 """
 
 from typing import Any
@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
+from tilewright.core.axes import State
+from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 
 
 def step(
@@ -24,7 +26,7 @@ def step(
     *,
     scale: float,
 ) -> tuple[State, Float[Array, "B HV V"]]:
-    """One token: the state after it, and its output. Query and key heads are shared by groups of value heads."""
+    """One token: the state after it, and its output. Each query and key head serves a group of value heads."""
     b, hv, depth, width = state.shape
     h = q.shape[1]
     groups = hv // h
@@ -50,25 +52,14 @@ def _dot(spec: str, state: jax.Array, vector: jax.Array) -> jax.Array:
     return jnp.einsum(spec, state, vector, precision=jax.lax.Precision.HIGHEST, preferred_element_type=state.dtype)
 
 
-def recurrence(
-    q: Keys,
-    k: Keys,
-    v: Values,
-    g: Gate | None,
-    beta: PerHead,
-    initial_state: State,
-    resets: Starts | None,
-    *,
-    scale: float,
-) -> tuple[Values, State]:
-    """All three ops: by the gate, none, one a head or one a key channel."""
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, g, beta, resets))
+def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], None]:
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (call.q, call.k, call.v, call.g, call.beta, call.resets))
 
     def one(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
-        return step(state, *token, scale=scale)
+        return step(state, *token, scale=call.scale)
 
-    final_state, o = jax.lax.scan(one, initial_state, tokens)
-    return jnp.moveaxis(o, 0, 1), final_state
+    final_state, o = jax.lax.scan(one, call.initial_state, tokens)
+    return (jnp.moveaxis(o, 0, 1), final_state), None
 
 
-delta_rule_reference = gated_delta_rule_reference = kda_reference = recurrence
+IMPLEMENTATION = Implementation(forward=Pass(_forward))

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from tilewright.core.dispatch import Op, register
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
-from tilewright.ops.delta_rule.arguments import given_arrays, normalized
-from tilewright.ops.delta_rule.validation import check_arrays
+from tilewright.ops.delta_rule.arguments import check_arrays, given_arrays, normalized
+from tilewright.ops.delta_rule.step.call import DeltaRuleStepCall
 
 _FAMILY = "tilewright.ops.delta_rule.step"
 _IMPLEMENTATIONS = ("pallas_gpu", "reference")
@@ -27,8 +28,8 @@ def delta_rule_step(
     *,
     scale: float | None = None,
     normalize_qk: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
     r"""One token of `delta_rule`, for decoding: its output, and the state after it.
 
@@ -36,16 +37,16 @@ def delta_rule_step(
         o = scale S^T q
 
     Args:
-      state: S before the token, [B, HV, K, V] float32. All arrays may come without B. On a GPU donate it, or carry it in a
-        loop: then the step happens in place. Else XLA copies it first, which takes as long as the step.
+      state: S before the token, [B, HV, K, V] float32. All arrays may come without B. On a GPU, donate it or carry it in a
+        loop: then the step happens in place. Otherwise XLA copies it first, which takes as long as the step.
       q: queries [B, H, K], float32 or bfloat16.
       k: keys [B, H, K], of q's dtype.
       v: values [B, HV, V], of q's dtype. HV is a multiple of H; value head h reads query and key head h // (HV / H).
-      beta: how much of the correction is made, [B, HV], float32 or bfloat16.
-      scale: the factor of the output; K**-0.5 unless told.
-      normalize_qk: divide each query and key by its length, as `delta_rule` does.
+      beta: the strength of the correction, [B, HV], float32 or bfloat16.
+      scale: the factor of the output; defaults to K**-0.5.
+      normalize_qk: divides each query and key by its length, as `delta_rule` does.
       implementation: "pallas_gpu" (Hopper) or "reference", plain JAX; None takes the best that this device can run.
-      config: block sizes (tilewright.ops.delta_rule.step.config).
+      config: block sizes: a config of `tilewright.configs`.
 
     Returns:
       o [B, HV, V] in v's dtype, and the state [B, HV, K, V] in float32. Gradients flow to every array and through both.
@@ -63,8 +64,8 @@ def gated_delta_rule_step(
     *,
     scale: float | None = None,
     normalize_qk: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
     r"""One token of `gated_delta_rule`: `delta_rule_step` on a state that decays first, S <- exp(g) S.
 
@@ -83,8 +84,8 @@ def kda_step(
     *,
     scale: float | None = None,
     normalize_qk: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[Float[Array, "*B HV V"], Float[Array, "*B HV K V"]]:
     r"""One token of `kda`: `delta_rule_step` on a state whose key channels decay first, S <- Diag(exp(g)) S.
 
@@ -103,8 +104,8 @@ def _run(
     beta: Any,
     scale: float | None,
     normalize_qk: bool,
-    implementation: str | None,
-    config: Any,
+    implementation: ImplementationName | None,
+    config: Config | tuple[Config, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
     arrays = given_arrays(q=q, k=k, v=v, g=g, beta=beta, state=state)
     check_arrays(op.name, arrays, time_axis=False)
@@ -115,11 +116,14 @@ def _run(
         arrays |= {"q": normalized(arrays["q"]), "k": normalized(arrays["k"])}
     statistics = accumulator(arrays["v"].dtype)
     gate = arrays["g"].astype(statistics) if "g" in arrays else None
-    held, beta = arrays["state"].astype(statistics), arrays["beta"].astype(statistics)
-    o, after = op.run(
-        (held, arrays["q"], arrays["k"], arrays["v"], gate, beta),
-        {"scale": arrays["k"].shape[-1] ** -0.5 if scale is None else float(scale)},
-        implementation=implementation,
-        config=config,
+    call = DeltaRuleStepCall(
+        state=arrays["state"].astype(statistics),
+        q=arrays["q"],
+        k=arrays["k"],
+        v=arrays["v"],
+        g=gate,
+        beta=arrays["beta"].astype(statistics),
+        scale=arrays["k"].shape[-1] ** -0.5 if scale is None else float(scale),
     )
-    return (o[0], after[0]) if unbatched else (o, after)
+    o, new_state = op.run(call, implementation=implementation, config=config)
+    return (o[0], new_state[0]) if unbatched else (o, new_state)

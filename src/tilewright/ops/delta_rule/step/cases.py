@@ -1,4 +1,4 @@
-"""The named shapes of the delta rule's steps: the same ones for the three."""
+"""The named shapes of the delta rule's steps: the same for all three."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def _case(
     small: bool = False,
     **options: Any,
 ) -> Case:
-    """A case with keys of length 1. FLOPs are 6 K V a head, and thrice that with gradients."""
+    """A case with keys of length 1. FLOPs are 6 K V per head, and three times that with gradients."""
     hv = hv or h
     inputs = {
         "state": Input((b, hv, k, v), dtype="float32"),

@@ -1,4 +1,4 @@
-"""Sequences in parts on Hopper: the contract holds for any number of them, and nothing leaks from one to one before it."""
+"""Sequence splits on Hopper: the contract holds for any number of them, and nothing leaks into earlier ones."""
 
 import functools
 
@@ -9,9 +9,9 @@ import pytest
 
 import tilewright
 from tests.ops.contract import able_to_run
+from tilewright.configs import DeltaRuleSm90Backward, DeltaRuleSm90Forward
 from tilewright.core.dispatch import find_op
 from tilewright.ops.delta_rule.cases import _case
-from tilewright.ops.delta_rule.config import PallasGpuConfig
 from tilewright.workbench.check import CaseCheck
 
 GATED = pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
@@ -22,8 +22,9 @@ def drawn(op, t, *, hv=1, k=64, v=64, **more):
 
 
 @functools.cache
-def on_gpu(op, parts):
-    function = functools.partial(find_op(op).function, implementation="pallas_gpu", config=PallasGpuConfig(parts=parts))
+def on_gpu(op, splits):
+    config = DeltaRuleSm90Forward(splits=splits)
+    function = functools.partial(find_op(op).function, implementation="pallas_gpu", config=config)
     jitted = jax.jit(lambda arrays: function(**arrays))
 
     def run(arrays):
@@ -34,22 +35,23 @@ def on_gpu(op, parts):
 
 
 @pytest.mark.parametrize(
-    ("op", "parts", "hv", "more"),
+    ("op", "splits", "hv", "more"),
     [
-        # Five chunks in parts of 2, 2 and 1: a transition between, a shorter last part, gates that let states through.
+        # Five chunks in splits of 2, 2 and 1: a transition between, a shorter last split, gates that let states through.
         pytest.param("gated_delta_rule", 3, 1, {"gate": 0.03}, marks=pytest.mark.slow),
         ("kda", 3, 1, {"gate": 0.03}),
-        # A part a chunk, segments that end inside parts, grouped heads, widths of three tiles of 64.
+        # One split per chunk, segments that end inside splits, grouped heads, widths of three tiles of 64.
         pytest.param("gated_delta_rule", 5, 2, {"segments": 3, "v": 80}, marks=pytest.mark.slow),
         pytest.param("kda", 5, 2, {"segments": 3, "v": 80}, marks=pytest.mark.slow),
         pytest.param("delta_rule", 3, 1, {"k": 128, "v": 128}, marks=pytest.mark.slow),
         pytest.param("kda", 4, 1, {"k": 128, "v": 128, "gate": 30.0}, marks=pytest.mark.slow),
     ],
 )
-def test_values_and_gradients(op, parts, hv, more):
+def test_values_and_gradients(op, splits, hv, more):
     held = CaseCheck(find_op(op), drawn(op, 300, hv=hv, **more), "bfloat16")
     with able_to_run("pallas_gpu"):
-        checked = held.check("pallas_gpu", PallasGpuConfig(block_v=64, parts=parts))
+        configs = DeltaRuleSm90Forward(block_v=64, splits=splits), DeltaRuleSm90Backward(block_v=64)
+        checked = held.check("pallas_gpu", configs)
     assert len(checked) >= 7
     for one in checked:
         assert one.verdict.ok, f"{one.quantity}: {one.verdict}"
@@ -57,8 +59,8 @@ def test_values_and_gradients(op, parts, hv, more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
-def test_two_parts_are_two_calls_chained_to_the_bit(op):
-    """The second part begins with what the first ends with: no transition is needed, so none rounds."""
+def test_two_splits_are_two_calls_chained_to_the_bit(op):
+    """The second split begins with what the first ends with: no transition is needed, so none rounds."""
     arrays = drawn(op, 4 * 64).draw("bfloat16", 0)
     half = 2 * 64
     o, final = on_gpu(op, 2)(arrays)
@@ -73,7 +75,7 @@ def test_two_parts_are_two_calls_chained_to_the_bit(op):
 
 @pytest.mark.parametrize("op", [pytest.param("gated_delta_rule", marks=pytest.mark.slow), "kda"])
 def test_nothing_later_changes_what_was(op):
-    """To the bit, inside a chunk and in the parts behind it, where values are not even finite."""
+    """To the bit, inside a chunk and in the splits after it, where values are not even finite."""
     arrays, t = drawn(op, 300, gate=0.01).draw("bfloat16", 0), 150
     later = arrays | {
         name: arrays[name].at[:, t:].set(value) for name, value in {"g": -0.1, "beta": 0.3, "k": 0.1, "v": 2.0}.items()
@@ -86,16 +88,16 @@ def test_nothing_later_changes_what_was(op):
     assert not np.any(np.isfinite(after[:, 193:]))
 
 
-def test_parts_that_are_none_are_refused():
-    with pytest.raises(ValueError, match=r"parts=0 must be a positive integer; use 1 for a sequence that is not cut"):
-        PallasGpuConfig(parts=0)
+def test_splits_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"splits=0 must be a positive integer; use 1 for a sequence in one piece"):
+        DeltaRuleSm90Forward(splits=0)
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "parts"),
+    ("batch", "length", "heads", "splits"),
     [(1, 32768, 4, 16), (1, 8192, 4, 16), (1, 1024, 4, 1), (4, 32768, 4, 4), (1, 8192, 64, 1), (1, 8192, 96, 1)],
 )
-def test_an_h200_gets_parts_where_heads_are_few(batch, length, heads, parts):
+def test_an_h200_gets_splits_where_heads_are_few(batch, length, heads, splits):
     arrays = {
         name: jax.ShapeDtypeStruct((batch, length, heads, *rest), dtype)
         for name, rest, dtype in (
@@ -105,7 +107,7 @@ def test_an_h200_gets_parts_where_heads_are_few(batch, length, heads, parts):
     }
     with tilewright.target("h200"):
         (decision,) = tilewright.explain("gated_delta_rule", **arrays).decisions
-    assert (decision.implementation, decision.launch.config.parts) == ("pallas_gpu", parts)
+    assert (decision.implementation, decision.forward.config.splits) == ("pallas_gpu", splits)
 
 
 @GATED

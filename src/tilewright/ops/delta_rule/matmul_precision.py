@@ -1,0 +1,111 @@
+"""Matrix products of float32 operands at the precision that the dtype of the inputs and the platform ask for.
+
+The operands of a chunk are float32, but for bfloat16 inputs the matrix unit should multiply bfloat16.
+`MatmulPrecision.BF16X3` splits a float32 operand into two bfloat16 parts, x = hi + lo, and computes hi*hi + lo*hi +
+hi*lo:
+16 bits of each operand, where bfloat16 alone has 8. An operand that holds bfloat16 values already (a query, a key) has
+no lo. The terms are concatenated along the contracted axis, so that a unit 256 deep does two terms of depth 128 at
+once.
+"""
+
+import enum
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.core.chip import LANES
+from tilewright.core.manual_axes import vary_alike
+
+Form = Literal["nn", "nt", "tn"]
+"""a b, a b^T, or a^T b."""
+
+_CONTRACT = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
+
+
+class MatmulPrecision(enum.Enum):
+    """How products of float32 operands are computed."""
+
+    FLOAT32 = "in float32"
+    BF16X3_XLA = "as three products of bfloat16, by XLA"
+    FLOAT32_CPU = "in float32, with a^T b as a product with a copy of a^T, at which XLA's CPU backend is faster"
+    BF16X3 = "as up to three products of bfloat16, concatenated along the contracted axis"
+
+
+def dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str = "") -> jax.Array:
+    """The product of two matrices, by `form`. `narrow` names what holds bfloat16 values where the inputs are bfloat16:
+    any of the letters a, b, and d for the gradient of the result.
+
+    A constant operand (a mask) becomes one that varies as the other does: its cotangent, which is a product with the
+    other, must have the type of the operand inside `shard_map`.
+    """
+    return _dot(*vary_alike(a, b), form, precision, narrow)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str) -> jax.Array:
+    return _product(a, b, form, precision, "a" in narrow, "b" in narrow)
+
+
+def _dot_forward(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str) -> tuple[Any, Any]:
+    return _dot(a, b, form, precision, narrow), (a, b)
+
+
+def _dot_backward(
+    form: Form, precision: MatmulPrecision, narrow: str, saved: Any, d: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    a, b = saved
+    a_is, b_is, d_is = (letter in narrow for letter in "abd")
+    if form == "nn":
+        return _product(d, b, "nt", precision, d_is, b_is), _product(a, d, "tn", precision, a_is, d_is)
+    if form == "nt":
+        return _product(d, b, "nn", precision, d_is, b_is), _product(d, a, "tn", precision, d_is, a_is)
+    return _product(b, d, "nt", precision, b_is, d_is), _product(a, d, "nn", precision, a_is, d_is)
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _product(
+    a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, a_narrow: bool, b_narrow: bool
+) -> jax.Array:
+    return multiply(split(a, precision, a_narrow), split(b, precision, b_narrow), form, precision)
+
+
+def split(x: jax.Array, precision: MatmulPrecision, narrow: bool = False) -> tuple[jax.Array, ...]:
+    """The terms whose sum stands for x in a product: x itself, or hi and lo."""
+    if precision is not MatmulPrecision.BF16X3:
+        return (x,)
+    hi = x.astype(jnp.bfloat16)
+    if narrow or x.dtype == jnp.bfloat16:
+        return (hi,)
+    return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def multiply(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...], form: Form, precision: MatmulPrecision) -> jax.Array:
+    """The product of two sums of terms, without lo*lo."""
+    if precision is MatmulPrecision.FLOAT32_CPU and form == "tn":
+        # The barrier keeps XLA from turning this back into a^T b.
+        return multiply((jax.lax.optimization_barrier(a[0].T),), b, "nn", precision)
+    axes = _CONTRACT[form]
+    dimensions = (((axes[0],), (axes[1],)), ((), ()))
+    if precision is not MatmulPrecision.BF16X3:
+        high = precision is MatmulPrecision.BF16X3_XLA
+        xla_precision = jax.lax.Precision.HIGH if high else jax.lax.Precision.HIGHEST
+        return jax.lax.dot_general(a[0], b[0], dimensions, precision=xla_precision, preferred_element_type=a[0].dtype)
+    pairs = [(a[0], b[0]), *((lo, b[0]) for lo in a[1:]), *((a[0], lo) for lo in b[1:])]
+    # Concatenated only where that moves nothing between lanes.
+    if a[0].shape[axes[0]] % LANES == 0 and len(pairs) > 1:
+        sides = zip(*pairs, strict=True)
+        pairs = [tuple(jnp.concatenate(side, axis=axis) for side, axis in zip(sides, axes, strict=True))]
+    products = [jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32) for x, y in pairs]
+    return functools.reduce(jnp.add, products)
+
+
+def batched_dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision) -> jax.Array:
+    """`dot` over the last two axes. Differentiable."""
+    product = functools.partial(dot, form=form, precision=precision)
+    for _ in a.shape[2:]:
+        product = jax.vmap(product)
+    return product(a, b)

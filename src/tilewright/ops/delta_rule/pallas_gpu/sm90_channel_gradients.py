@@ -1,0 +1,384 @@
+"""Gradients on Hopper, one gate per channel (KDA): all but dv, from the states, their gradients and dv, all chunks at
+once.
+
+With q_in, k_in and k_out as in sm90_scores.py, decay_out = exp(G_C - G) and w_ijd = exp(G_id - G_jd),
+
+    Y_ij = scale (dO_i . u_j), i >= j           Z_ij = -(dv_i . u_j), i > j
+    dq_id = exp(G_id) scale (dO S^T)_id + sum_j Y_ij beta_j k_jd w_ijd
+    r_id = -exp(G_id) (dv S^T)_id + sum_j Z_ij beta_j k_jd w_ijd                    of k, through exp(G_i)
+    c_jd = sum_i (Y_ij q_id + Z_ij k_id) w_ijd                                      of beta k, through exp(-G_j)
+    e_jd = decay_out_jd (u dS'^T)_jd                                                of beta k, through exp(G_C - G_j)
+    dk = r + beta (c + e)                       dbeta_j = sum_d k_jd (c_jd + e_jd)
+    dg_t = sum_{i >= t} (q dq + k r - beta k c)_i + sum_{j < t} (beta k e)_j + exp(G_C) sum_v S_v dS'_v
+
+A gate is in the sums of its token and of all later ones, and e goes through those after its token: so the last line has
+no difference of similar sums but those of pairs.
+
+`_products_kernel` computes Y, Z, dO S^T, dv S^T, u dS'^T and S . dS': products alone, in persistent thread blocks.
+`_pairs_kernel` computes the rest, one warpgroup per chunk and 64 key channels. It takes pairs in the levels of the
+forward (`PairLevel`), all in one loop. What it reads of the other kernel lies in the order in which threads hold it: by
+rows, the products took 1.01 ms instead of 0.95 ms (stores queued up) and the pairs 2.02 ms instead of 1.83 ms (H200,
+H96 T8192 D128).
+
+Numerics: a gate's gradient is a sum of many terms of either sign. For it dS', u, Y, Z and the scaled q and k of the
+pairs are bf16x2.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.core.chip import Chip
+from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward
+from tilewright.ops.delta_rule.gates import LOWEST_GATE
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import LARGEST_EXPONENT, PairLevel, any_too_low, sums_of_gates
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gradients import SIDES, ValueTiles
+from tilewright.ops.delta_rule.pallas_gpu.tiles import (
+    CHUNK,
+    HI,
+    LO,
+    REGISTERS,
+    SQUARE,
+    TILE,
+    Sizes,
+    bfloat16_tile,
+    keep_order,
+    load,
+    load_in_register_order,
+    load_transposed,
+    positions,
+    query_head,
+    store_hi_lo,
+    store_in_register_order,
+    zeros,
+)
+from tilewright.pallas.gpu.kernel import compiler_params, processors, run_kernel
+from tilewright.pallas.gpu.pipeline import Pipeline
+from tilewright.pallas.gpu.registers import (
+    BF16X3,
+    LOG2_E,
+    load_along_columns,
+    load_along_rows,
+    opaque_zero,
+    split_hi_lo,
+    transposed,
+)
+from tilewright.pallas.gpu.scheduler import RoundRobin, divmod_nonnegative
+from tilewright.pallas.gpu.wgmma import Accumulator, product
+
+# What `_products_kernel` makes of a chunk and 64 key channels.
+_DO_S, _DV_S, _U_DS = range(3)
+
+
+def _products_kernel(
+    *,
+    # inputs
+    d_o_ref, d_v_ref,  # [B, T, HV, V]
+    u_ref,  # [B, HV, chunks, 2, V, C]
+    states_ref,  # [B, HV, chunks, V, K]
+    d_states_ref,  # [B, HV, chunks, 2, V, K]
+    # outputs
+    through_ref,  # [B, HV, chunks, depth_tiles, 3, C, 64]
+    pairs_ref,  # [B, HV, chunks, SIDES, C, C]
+    ends_ref,  # [B, HV, chunks, K]: S . dS'
+    # scratch
+    value_tiles, u_tiles, state_tiles, d_state_tiles,  # `ValueTiles`
+    end_tiles,  # [SIDES, 64]
+    full, empty,
+    # static
+    sizes: Sizes,
+    tiles: int,
+    config: DeltaRuleSm90Backward,
+    scale: float,
+):  # fmt: skip
+    depth_tiles = sizes.depth_tiles
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    side = lax.axis_index("warpgroup")
+    scheduler = RoundRobin(sizes.b * sizes.hv * sizes.chunks, blocks, block)
+    count = scheduler.count
+    pipeline = Pipeline(config.gradient_stages, full, empty)
+    values = ValueTiles(pipeline, tiles, depth_tiles, value_tiles, u_tiles, state_tiles, d_state_tiles)
+
+    def coordinates(index: Any) -> tuple[Any, Any, Any]:
+        """Batch, head and chunk."""
+        rest, n = divmod_nonnegative(scheduler.tile(index), sizes.chunks)
+        b, hv = divmod_nonnegative(rest, sizes.hv)
+        return b, hv, n
+
+    @pl.when(side == SIDES)
+    def _produce():
+        plgpu.set_max_registers(REGISTERS - SIDES * config.gradient_registers, action="decrease")
+
+        def one_chunk(index: Any, carry: tuple[()]) -> tuple[()]:
+            b, hv, n = coordinates(index)
+            where = b, hv, n, pl.ds(n * CHUNK, CHUNK)
+            values.copy(index, where, (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
+            return carry
+
+        lax.fori_loop(0, count, one_chunk, ())
+
+    @pl.when(side < SIDES)
+    def _compute():
+        plgpu.set_max_registers(config.gradient_registers, action="increase")
+        # With 64 key channels both warpgroups have the same ones, and the second one's are left out.
+        d = side if depth_tiles > 1 else 0
+
+        def state_product(state: Any, d_state: Any) -> jax.Array:
+            # Transposed: a sum over rows would go through memory that Pallas has once for all warpgroups.
+            summed = jnp.sum(load_transposed(state) * load_transposed(d_state), axis=1)
+            plgpu.commit_smem()  # These were plain loads: copies into the stage have to come after them.
+            return summed
+
+        def one_chunk(index: Any, carry: tuple[()]) -> tuple[()]:
+            b, hv, n = coordinates(index)
+            do_s, dv_s, u_ds, pairs, ends = values.products(index, opaque_zero(index), d, side, state_product)
+            i, j = positions()
+            sign = jnp.where(side == 0, scale, -1.0)
+            pairs = jnp.where(i - j >= side, pairs * sign, 0.0)  # Y or Z
+            store_in_register_order(pairs_ref.at[b, hv, n, side], pairs)
+
+            @pl.when(side < depth_tiles)
+            def _through_the_states():
+                for which, value in ((_DO_S, do_s * scale), (_DV_S, -dv_s), (_U_DS, u_ds)):
+                    store_in_register_order(through_ref.at[b, hv, n, d, which], value)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                end_tiles[side] = ends
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(end_tiles.at[side], ends_ref.at[b, hv, n, pl.ds(d * TILE, TILE)])
+
+            return carry
+
+        lax.fori_loop(0, count, one_chunk, ())
+        plgpu.wait_smem_to_gmem(0)
+
+
+def products_scratch(sizes: Sizes, config: DeltaRuleSm90Backward) -> dict[str, Any]:
+    stages, depth_tiles = config.gradient_stages, sizes.depth_tiles
+    return {
+        **ValueTiles.scratch(stages, depth_tiles),
+        "end_tiles": plgpu.SMEM((SIDES, TILE), jnp.float32),
+        **ValueTiles.barriers(stages, depth_tiles),
+    }
+
+
+def _pairs_kernel(
+    *,
+    # inputs
+    q_ref, k_ref,  # [B, T, H, K]
+    g_ref,  # [B, T, HV, K]
+    beta_ref,  # [B, HV, chunks, C]
+    through_ref,  # [B, HV, chunks, depth_tiles, 3, C, 64]
+    pairs_ref,  # [B, HV, chunks, SIDES, C, C]
+    ends_ref,  # [B, HV, chunks, K]
+    # outputs
+    d_q_ref, d_k_ref, d_g_ref,  # [B, T, HV, K]
+    d_beta_ref,  # [B, HV, chunks, depth_tiles, C]
+    # scratch: tiles [1, ...] are indexed with an opaque zero
+    qk_tiles,  # [2, C, 64]
+    g_tiles,  # [1, 2 C, 64]
+    pair_tiles,  # [1, 2 C, C]
+    row_tiles, column_tiles,  # [1, 2 C, 64]
+    beta_tile,  # [C]
+    end_tile,  # [64]
+    sum_tile,  # [C]
+    full,
+    # static
+    group: int,
+):  # fmt: skip
+    b, hv, n, d = (lax.axis_index(name) for name in ("batch", "head", "chunk", "depth"))
+    tokens, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(d * TILE, TILE)
+    h = query_head(hv, group)
+
+    def positions_at(zero: Any) -> tuple[jax.Array, jax.Array]:
+        i, j = positions()
+        return i + zero, j
+
+    def sums(zero: Any, mask: jax.Array) -> jax.Array:
+        return sums_of_gates(g_tiles.at[zero], mask)  # [C, 64]
+
+    for source, target in (
+        (q_ref.at[b, tokens, h, channels], qk_tiles.at[0]),
+        (k_ref.at[b, tokens, h, channels], qk_tiles.at[1]),
+        (beta_ref.at[b, hv, n], beta_tile),
+        (ends_ref.at[b, hv, n, channels], end_tile),
+    ):
+        plgpu.copy_gmem_to_smem(source, target, full)
+    g = jnp.maximum(load(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * LOG2_E
+    store_hi_lo(g_tiles.at[0], split_hi_lo(g))
+    plgpu.commit_smem()
+
+    def lowest_exponents(index: Any, level: int) -> tuple[jax.Array, jax.Array]:
+        """The lowest exponent of each row from where a level scales it to, and whether any is too low."""
+        zero = opaque_zero(n + index)
+        lowest = jnp.min(sums(zero, PairLevel.of(jnp.int32(level)).exponents(*positions_at(zero))), axis=1)
+        return lowest, any_too_low(lowest, sum_tile)
+
+    in_chunk, too_low = lowest_exponents(0, 0)
+    in_block, too_low_in_block = lax.fori_loop(
+        0, too_low, lambda once, _: lowest_exponents(once, 1), (in_chunk, jnp.int32(0))
+    )
+    plgpu.barrier_wait(full)
+
+    def one_level(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Adds the pairs of a `PairLevel`."""
+        zero = opaque_zero(n + level)
+        now = PairLevel.of(level)
+        i, j = positions_at(zero)
+        exponent = sums(zero, now.exponents(i, j))
+        exponent = jnp.maximum(exponent, jnp.where(now.from_start, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E))
+        by_row, by_column = jnp.exp2(exponent), jnp.exp2(exponent * jnp.where(now.from_start, -1.0, 1.0))  # [C, 64]
+        columns = column_tiles.at[zero]
+        store_hi_lo(columns, split_hi_lo(load(qk_tiles.at[zero + 1]) * load_along_rows(beta_tile, SQUARE) * by_column))
+        keep_order()
+
+        def of_queries_or_keys(which: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            of_rows, other, of_columns = gradients
+            zero = opaque_zero(n + level + which)
+            rows, pairs_hi_lo = row_tiles.at[zero], pair_tiles.at[zero]
+            store_hi_lo(rows, split_hi_lo(load(qk_tiles.at[zero + which]) * by_row))
+            keep_order()
+            i, j = positions_at(zero)
+            mask = now.pairs(i, j, in_chunk, in_block)
+            pairs = load_in_register_order(pairs_ref.at[b, hv, n, which])
+            store_hi_lo(pairs_hi_lo, split_hi_lo(jnp.where(mask, pairs, 0.0)))
+            plgpu.commit_smem()
+
+            def add_rows(sum_: Accumulator) -> None:
+                for one, another in BF16X3:
+                    sum_.add(pairs_hi_lo.at[(HI, LO)[one]], columns.at[(HI, LO)[another]])
+
+            def add_columns(sum_: Accumulator) -> None:
+                for one, another in BF16X3:
+                    sum_.add(transposed(pairs_hi_lo.at[(HI, LO)[one]]), rows.at[(HI, LO)[another]])
+
+            of_rows = of_rows + by_row * product(SQUARE, add_rows)
+            of_columns = of_columns + by_column * product(SQUARE, add_columns)
+            plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
+            # Queries and keys take turns: after two iterations each is in its place again.
+            return other, of_rows, of_columns
+
+        return lax.fori_loop(0, 2, of_queries_or_keys, gradients)
+
+    nothing = zeros()
+    levels = PairLevel.count(too_low, too_low_in_block)
+    d_q, d_k, d_columns = lax.fori_loop(0, levels, one_level, (nothing, nothing, nothing))
+
+    zero = opaque_zero(n + CHUNK)
+    i, j = positions_at(zero)
+    rows, columns = row_tiles.at[zero], column_tiles.at[zero]
+    queries, keys = qk_tiles.at[zero], qk_tiles.at[zero + 1]
+
+    def through(which: int) -> jax.Array:
+        return load_in_register_order(through_ref.at[b, hv, n, d, which])
+
+    decay_in = jnp.exp2(sums(zero, j <= i))
+    d_q = d_q + decay_in * through(_DO_S)
+    keep_order()
+    d_k = d_k + decay_in * through(_DV_S)
+    keep_order()
+    beta = load_along_rows(beta_tile, SQUARE)
+    store_hi_lo(rows, split_hi_lo(load(queries) * d_q + load(keys) * (d_k - beta * d_columns)))
+    keep_order()
+    through_end = jnp.exp2(sums(zero, j > i)) * through(_U_DS)
+    store_hi_lo(columns, split_hi_lo(load(keys) * (beta * through_end)))
+    keep_order()
+    d_columns = d_columns + through_end
+    sum_tile[...] = jnp.sum(load(keys) * d_columns, axis=1)
+    d_k = d_k + beta * d_columns
+    if group > 1:
+        d_q_ref.at[b, tokens, hv, channels][...] = d_q
+        d_k_ref.at[b, tokens, hv, channels][...] = d_k
+    else:
+        # The tiles of queries and keys have been read: the gradients go out through them.
+        queries[...] = d_q.astype(jnp.bfloat16)
+        keys[...] = d_k.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(sum_tile, d_beta_ref.at[b, hv, n, d])
+    if group == 1:
+        plgpu.copy_smem_to_gmem(queries, d_q_ref.at[b, tokens, hv, channels])
+        plgpu.copy_smem_to_gmem(keys, d_k_ref.at[b, tokens, hv, channels])
+
+    def add_sums(sum_: Accumulator) -> None:
+        for mask, tiles in ((j >= i, rows), (j < i, columns)):
+            ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+            sum_.add(jnp.concatenate([ones, ones], axis=1), tiles)
+
+    d_g = product(SQUARE, add_sums)
+    d_g_ref.at[b, tokens, hv, channels][...] = d_g + load_along_columns(end_tile, SQUARE)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def pairs_scratch() -> dict[str, Any]:
+    return {
+        "qk_tiles": bfloat16_tile(2, CHUNK, TILE),
+        "g_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
+        "pair_tiles": bfloat16_tile(1, 2 * CHUNK, CHUNK),
+        "row_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
+        "column_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
+        "beta_tile": plgpu.SMEM((CHUNK,), jnp.float32),
+        "end_tile": plgpu.SMEM((TILE,), jnp.float32),
+        "sum_tile": plgpu.SMEM((CHUNK,), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=4),
+    }
+
+
+def channel_gate_gradients(
+    keys: dict[str, jax.Array],
+    values: dict[str, jax.Array],
+    decay: jax.Array,
+    sizes: Sizes,
+    tiles: int,
+    config: DeltaRuleSm90Backward,
+    chip: Chip,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """dq and dk [B, T, H, K], dbeta [B, HV, chunks, C], and dg [B, T, HV, K].
+
+    `keys` are q, k, g and beta, `values` the inputs of `_products_kernel`, `decay` the exp(G_C) of each chunk. `tiles`
+    are the tiles of 64 value channels to sum over.
+    """
+    b, t, hv, chunks, depth_tiles = sizes.b, sizes.t, sizes.hv, sizes.chunks, sizes.depth_tiles
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    made = run_kernel(
+        functools.partial(_products_kernel, sizes=sizes, tiles=tiles, config=config, scale=scale),
+        name="kda_products",
+        inputs=values,
+        outputs={
+            "through": array(jnp.float32, b, hv, chunks, depth_tiles, 3, CHUNK, TILE),
+            "pairs": array(jnp.float32, b, hv, chunks, SIDES, *SQUARE),
+            "ends": array(jnp.float32, b, hv, chunks, sizes.depth),
+        },
+        scratch=products_scratch(sizes, config),
+        grid={"block": min(b * hv * chunks, processors(chip))},
+        warpgroups=1 + SIDES,
+        params=compiler_params(automatic_barriers=True),
+    )
+    per_head = array(jnp.bfloat16 if sizes.group == 1 else jnp.float32, b, t, hv, sizes.depth)
+    gradients = run_kernel(
+        functools.partial(_pairs_kernel, group=sizes.group),
+        name="kda_pairs",
+        inputs={**keys, "through": made["through"], "pairs": made["pairs"], "ends": decay * made["ends"]},
+        outputs={
+            "d_q": per_head,
+            "d_k": per_head,
+            "d_g": array(jnp.float32, b, t, hv, sizes.depth),
+            "d_beta": array(jnp.float32, b, hv, chunks, depth_tiles, CHUNK),
+        },
+        scratch=pairs_scratch(),
+        grid={"depth": depth_tiles, "chunk": chunks, "head": hv, "batch": b},
+        warpgroups=1,
+    )
+    d_q, d_k = gradients["d_q"], gradients["d_k"]
+    if sizes.group > 1:
+        by_group = (b, t, sizes.h, sizes.group, sizes.depth)
+        d_q, d_k = (jnp.sum(x.reshape(by_group), axis=3).astype(jnp.bfloat16) for x in (d_q, d_k))
+    return d_q, d_k, jnp.sum(gradients["d_beta"], axis=3), gradients["d_g"]

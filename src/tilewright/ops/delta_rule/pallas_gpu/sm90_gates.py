@@ -1,0 +1,209 @@
+"""The log-decays of a chunk on Hopper: a kernel for one gate per head, and what KDA's kernels do with one per channel.
+
+A start of a segment is the lowest gate, a decay to 0. Sums of gates are products of the tensor cores with zeros and
+ones.
+
+One gate per head: a kernel computes G, exp(G) and the like, 64 chunks at a time. Tried and dropped, on an H200 (driver
+580.159.04, jax 0.11.2, H96 T8192): gates by XLA, which has no sums of 64 in one kernel. These were 31 us of small
+kernels where this kernel and two transposes take 16 us, and a product whose tuning took 2 s of the first call.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.ops.delta_rule.call import DeltaRuleCall
+from tilewright.ops.delta_rule.gates import LOWEST_GATE, coarse_and_fine
+from tilewright.ops.delta_rule.pallas_gpu.tiles import (
+    BETA,
+    CHUNK,
+    COARSE,
+    DECAY_ALL,
+    DECAY_IN,
+    DECAY_OUT,
+    FINE,
+    GATE_ROWS,
+    SQUARE,
+    TILE,
+    bfloat16_tile,
+    in_chunks,
+    per_chunk,
+    positions,
+)
+from tilewright.pallas.gpu.kernel import padded, run_kernel
+from tilewright.pallas.gpu.registers import WGMMA, load_along_columns, split_hi_lo, store, upcast
+from tilewright.pallas.gpu.wgmma import Accumulator, product
+
+# One gate per channel: where gates sum to more than this exponent of 2 in a chunk, its pairs of tokens are taken in
+# levels, of blocks of tokens (`PairLevel`). bfloat16 has exponents to 127, and the lo part of a number is 2^-9 of it.
+LARGEST_EXPONENT = 115.0
+_BLOCK = 32
+# The first level that takes the second half of a block with its first, and the number of levels.
+_BETWEEN, _LEVELS = 2, 9
+
+
+def _gates_kernel(
+    *,
+    # inputs
+    beta_ref,  # [chunks, C]
+    g_ref,  # [chunks, C], or None
+    # outputs
+    gates_ref,  # [chunks, GATE_ROWS, C]
+    # scratch
+    ones,  # [C, C]
+):
+    """The gates of 64 chunks: a chunk is a row of a tile, a token a column."""
+    rows = pl.ds(lax.axis_index("block") * CHUNK, CHUNK)
+
+    def read(ref: Any) -> jax.Array:
+        return plgpu.load(ref.at[rows], layout=WGMMA, optimized=False)
+
+    def constant(value: float) -> jax.Array:
+        return plgpu.layout_cast(jnp.full(SQUARE, value, jnp.float32), WGMMA)
+
+    def write(row: int, value: jax.Array) -> None:
+        store(gates_ref.at[rows, row], value)
+
+    beta = read(beta_ref)
+    write(BETA, beta)
+    if g_ref is None:
+        for row, value in ((COARSE, constant(0.0)), (FINE, constant(0.0)), (DECAY_IN, constant(1.0))):
+            write(row, value)
+        write(DECAY_OUT, beta)
+        write(DECAY_ALL, constant(1.0))
+        return
+    i, j = positions()
+    ones[...] = jnp.where(i <= j, 1.0, 0.0).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+    def sums(x: jax.Array) -> jax.Array:
+        """Cumulative sums over tokens. Three bfloat16 numbers have all the bits of a float32 one."""
+        first = x.astype(jnp.bfloat16)
+
+        def add(sum_: Accumulator) -> None:
+            for piece in (first, *split_hi_lo(x - upcast(first))):
+                sum_.add(piece, ones)
+
+        return product(SQUARE, add)
+
+    def totals(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(jnp.sum(x, axis=1), SQUARE, [0])
+
+    g = jnp.maximum(read(g_ref), LOWEST_GATE)
+    (coarse, fine), (all_coarse, all_fine) = (coarse_and_fine(g, function) for function in (sums, totals))
+    write(COARSE, coarse)
+    write(FINE, fine)
+    write(DECAY_IN, jnp.exp(coarse + fine))
+    write(DECAY_OUT, beta * jnp.exp((all_coarse - coarse) + (all_fine - fine)))
+    write(DECAY_ALL, jnp.exp(all_coarse + all_fine))
+
+
+def head_gates(call: DeltaRuleCall) -> jax.Array:
+    """The gates of each chunk, [B, HV, chunks, GATE_ROWS, C] float32."""
+    g, beta = call.g, call.beta
+    if call.resets is not None:
+        g = jnp.where(call.resets[:, :, None], LOWEST_GATE, jnp.zeros_like(beta) if g is None else g)
+
+    def rows(x: jax.Array) -> jax.Array:
+        return padded(per_chunk(in_chunks(x)).reshape(-1, CHUNK), 0, CHUNK)
+
+    beta_rows, g_rows = rows(beta), None if g is None else rows(g)
+    leading, count = (beta.shape[0], beta.shape[2], pl.cdiv(beta.shape[1], CHUNK)), beta_rows.shape[0]
+    gates = run_kernel(
+        _gates_kernel,
+        name="delta_rule_gates",
+        inputs={"beta": beta_rows, "g": g_rows},
+        outputs={"gates": jax.ShapeDtypeStruct((count, GATE_ROWS, CHUNK), jnp.float32)},
+        scratch={"ones": bfloat16_tile(*SQUARE)},
+        grid={"block": count // CHUNK},
+    )["gates"]
+    return gates[: math.prod(leading)].reshape(*leading, GATE_ROWS, CHUNK)
+
+
+def channel_gates(call: DeltaRuleCall) -> jax.Array:
+    """One gate per channel as float32, padded to whole chunks and tiles."""
+    g = call.g
+    assert g is not None
+    if call.resets is not None:
+        g = jnp.where(call.resets[:, :, None, None].astype(bool), LOWEST_GATE, g)
+    return padded(in_chunks(g.astype(jnp.float32)), 3, TILE)
+
+
+def sums_of_gates(g_hi_lo: Any, mask: jax.Array) -> jax.Array:
+    """The sums [C, 64] of the gates of those tokens j that the mask [C, C] has for i. `g_hi_lo` is their bf16x2
+    tile.
+    """
+    ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+    return product(SQUARE, lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), g_hi_lo))
+
+
+@dataclass(frozen=True)
+class PairLevel:
+    """With one gate per channel: pairs of tokens whose scores are one product, by the exponents that it may have.
+
+    A row takes part in a level for as long as it has not decayed too far in any channel, from the reference point that
+    the level scales to:
+
+    - level 0: all pairs, scaled to the chunk's start;
+    - of rows that decayed too far from there, level 1: pairs in the same block of 32, scaled to its start; level 2: the
+      second block with the first, both scaled to the middle, so that exponents are at most 0;
+    - of rows that decayed too far from their block's start, level 3 and on: the second half of a block of 32, 16, 8, 4
+      and 2 with its first, scaled to its middle; the token itself.
+
+    Which levels a row takes part in depends on tokens up to it alone.
+    """
+
+    level: Any
+    from_start: Any
+    """Whether it scales to the start of a block; else to the middle."""
+    size: Any
+    """Of a block, or of half of one."""
+
+    @staticmethod
+    def of(level: Any) -> "PairLevel":
+        half = lax.shift_right_logical(_BLOCK, jnp.maximum(level - _BETWEEN, 0))
+        from_start = level < _BETWEEN
+        return PairLevel(level, from_start, jnp.where(level == 0, CHUNK, jnp.where(level < _BETWEEN, _BLOCK, half)))
+
+    @staticmethod
+    def count(in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
+        """The levels of a chunk where rows decay too far from the chunk's start, or from their block's (0 or 1)."""
+        return jnp.where(in_block > 0, _LEVELS, jnp.where(in_chunk > 0, _BETWEEN + 1, 1))
+
+    # Both masks are ranges of j for each i: two comparisons per pair, and the rest once per row.
+
+    def exponents(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """The tokens j whose gates lie between i and the point that it is scaled to."""
+        start = i & -self.size
+        upward = self.from_start | ((i & self.size) != 0)
+        return (j >= jnp.where(upward, start, i + 1)) & (j < jnp.where(upward, i + 1, start + self.size))
+
+    def pairs(self, i: jax.Array, j: jax.Array, in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
+        """The pairs [C, C] of this level, by each row's lowest exponents from the chunk's and from its block's
+        start.
+        """
+        in_chunk, in_block = (jnp.where(lowest < -LARGEST_EXPONENT, 1, 0) for lowest in (in_chunk, in_block))
+        # A row that decayed too far in its block has done so in the chunk, but for positive gates before it.
+        of_decayed = jnp.where(self.level == 1, 1 - in_block, jnp.where(self.level > _BETWEEN, in_block, 1))
+        rows = jnp.where(self.level == 0, 1 - in_chunk, in_chunk * of_decayed)
+        start, itself = i & -self.size, self.size == 0
+        first = jnp.where(self.from_start, start, jnp.where(itself, i, start - self.size))
+        end = jnp.where(self.from_start | itself, i + 1, jnp.where((i & self.size) != 0, start, 0))
+        return (j >= first) & (j < jnp.where(lax.broadcast_in_dim(rows, SQUARE, [0]) > 0, end, 0))
+
+
+def any_too_low(lowest: jax.Array, scratch: Any) -> jax.Array:
+    """Whether the exponent of any row [C] is too low (0 or 1), as a scalar that all warps have. `scratch` is [C]."""
+    scratch[...] = lowest
+    plgpu.commit_smem()
+    of_all = jnp.min(load_along_columns(scratch, SQUARE), axis=1)
+    plgpu.commit_smem()
+    scratch[...] = of_all
+    plgpu.commit_smem()
+    return jnp.where(scratch[0] < -LARGEST_EXPONENT, 1, 0)

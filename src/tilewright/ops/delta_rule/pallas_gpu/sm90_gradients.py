@@ -1,0 +1,421 @@
+"""Gradients on Hopper, one gate per head: all but dv, from the states, their gradients and dv, all chunks at once.
+
+With S the state before a chunk, dS' the gradient of the state after it, decay_in = exp G, and decay_out = exp(G_C - G),
+
+    Y_ij = scale (dO_i . u_j) decay_ij, i >= j        Z_ij = -(dv_i . u_j) decay_ij, i > j
+    dq = scale decay_in (dO S^T) + Y beta k
+    dk = decay_out beta (u dS'^T) - decay_in (dv S^T) + beta Y^T q + Z beta k + beta Z^T k
+    dbeta_j = decay_out_j k_j . (u dS'^T)_j + sum_i (Y_ij (q_i . k_j) + Z_ij (k_i . k_j))
+
+The gradient of G_i is what goes through exp(G_i) less what goes through exp(-G_i): rows of the pairs' sums less
+columns.
+
+A thread block is persistent. It takes chunks of a query head one after the other, with all value heads of its group,
+whose dq and dk it sums (between heads these are in a buffer of its own, which stays in the L2 cache). Each of its two
+consumer warpgroups has 64 key channels of dq and dk; one computes Y and the other Z, which both need. Values pass by 64
+channels at a time (`ValueTiles`).
+
+Numerics: S is rounded once. Y, Z, u and dS' are bf16x2: the gradients of gates and betas are sums of many terms of
+either sign.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.core.chip import Chip
+from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward
+from tilewright.ops.delta_rule.pallas_gpu.tiles import (
+    BETA,
+    CHUNK,
+    COARSE,
+    DECAY_ALL,
+    DECAY_IN,
+    DECAY_OUT,
+    FINE,
+    GATE_ROWS,
+    HI_LO,
+    REGISTERS,
+    SQUARE,
+    TILE,
+    Sizes,
+    bfloat16_tile,
+    decay,
+    fence_interpreted_load,
+    positions,
+)
+from tilewright.pallas.gpu.kernel import compiler_params, processors, run_kernel
+from tilewright.pallas.gpu.pipeline import Pipeline, pipeline_barriers
+from tilewright.pallas.gpu.registers import (
+    WGMMA,
+    load_along_columns,
+    load_along_rows,
+    opaque_zero,
+    split_hi_lo,
+    transposed,
+)
+from tilewright.pallas.gpu.scheduler import RoundRobin, divmod_nonnegative
+from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, product, products, wait_for_products
+
+SIDES = 2
+"""Consumer warpgroups: the one of Y and the one of Z."""
+_GATE_STAGES = 2
+
+# What the kernel sums over channels or tokens, one row each: k . (u dS'^T); columns of the pairs' sums; what goes
+# through # exp(G_i), rows of the pairs' sums included; S . dS'. The last two are for a gate.
+_K_U_DS, _COLUMNS, _ROWS, _STATES = range(4)
+
+
+@dataclass(frozen=True)
+class ValueTiles:
+    """A pipeline over value channels, 64 per stage: dO, dv, u, S and dS', and the products that sum over them."""
+
+    pipeline: Pipeline
+    tiles: int
+    """Tiles of value channels per chunk."""
+    depth_tiles: int
+    # scratch, [stages, ...]
+    values: Any  # [2, C, V]: dO, dv
+    u: Any  # [2, V, C]
+    states: Any  # [depth_tiles, V, K]
+    d_states: Any  # [2, depth_tiles, V, K]
+
+    @staticmethod
+    def scratch(stages: int, depth_tiles: int) -> dict[str, Any]:
+        return {
+            "value_tiles": bfloat16_tile(stages, 2, *SQUARE),
+            "u_tiles": bfloat16_tile(stages, HI_LO, *SQUARE),
+            "state_tiles": bfloat16_tile(stages, depth_tiles, *SQUARE),
+            "d_state_tiles": bfloat16_tile(stages, HI_LO, depth_tiles, *SQUARE),
+        }
+
+    @staticmethod
+    def barriers(stages: int, depth_tiles: int) -> dict[str, Any]:
+        copies = 2 + HI_LO + depth_tiles * (1 + HI_LO)
+        return pipeline_barriers(stages, copies=copies, consumers=SIDES)
+
+    def copy(self, index: Any, where: tuple[Any, Any, Any, Any], refs: tuple[Any, Any, Any, Any, Any]) -> None:
+        """Copies the index-th chunk of this thread block, which is `where`: batch, value head, chunk and tokens."""
+        (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref) = where, refs
+        for t in range(self.tiles):
+            step = index * self.tiles + t
+            stage = self.pipeline.acquire(step)
+            mine = pl.ds(t * TILE, TILE)
+            copies = [
+                (d_o_ref.at[b, tokens, hv, mine], self.values.at[stage, 0]),
+                (d_v_ref.at[b, tokens, hv, mine], self.values.at[stage, 1]),
+            ]
+            for part in range(HI_LO):
+                copies.append((u_ref.at[b, hv, n, part, mine], self.u.at[stage, part]))
+            for d in range(self.depth_tiles):
+                keys = pl.ds(d * TILE, TILE)
+                copies.append((states_ref.at[b, hv, n, mine, keys], self.states.at[stage, d]))
+                for part in range(HI_LO):
+                    copies.append((d_states_ref.at[b, hv, n, part, mine, keys], self.d_states.at[stage, part, d]))
+            self.pipeline.copy(step, copies, stage=stage)
+
+    def products(
+        self, index: Any, zero: Any, d: Any, side: Any, state_product: Callable[[Any, Any], jax.Array] | None
+    ) -> tuple[jax.Array, ...]:
+        """dO S^T, dv S^T and u dS'^T [C, 64] of the d-th key channels; dO u^T or dv u^T [C, C], by side.
+
+        They are followed by the sum of `state_product(S, dS')`, where that is given.
+        """
+
+        def add_values(do_s: Accumulator, dv_s: Accumulator, u_ds: Accumulator, pairs: Accumulator) -> Any:
+            sums = []
+            issued = 5 + HI_LO  # By an iteration.
+            for t in range(self.tiles):
+                stage = self.pipeline.stage(index * self.tiles + t) + zero
+                plgpu.barrier_wait(self.pipeline.full.at[stage])
+                d_o, d_v, state = self.values.at[stage, 0], self.values.at[stage, 1], self.states.at[stage, d]
+                u, d_states = self.u.at[stage], self.d_states.at[stage]
+                do_s.add(d_o, state)  # [C, V] [V, K]
+                dv_s.add(d_v, state)
+                u_ds.add(transposed(u.at[0]), d_states.at[0, d])
+                u_ds.add(transposed(u.at[0]), d_states.at[1, d])
+                u_ds.add(transposed(u.at[1]), d_states.at[0, d])
+                for part in range(HI_LO):
+                    pairs.add(self.values.at[stage, side], u.at[part])  # [C, V] [V, C]
+                if state_product is not None:
+                    sums.append(state_product(state, d_states.at[0, d]))
+                if t > 0:
+                    wait_for_products(issued)
+                    self.pipeline.release(index * self.tiles + t - 1)
+            wait_for_products(0)
+            self.pipeline.release(index * self.tiles + self.tiles - 1)
+            return (functools.reduce(jnp.add, sums),) if sums else ()
+
+        return products((SQUARE,) * 4, add_values)
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
+
+def _gradient_kernel(
+    *,
+    # inputs
+    q_ref, k_ref,  # [B, T, H, K]
+    d_o_ref, d_v_ref,  # [B, T, HV, V]
+    u_ref,  # [B, HV, chunks, 2, V, C]
+    states_ref,  # [B, HV, chunks, V, K]
+    d_states_ref,  # [B, HV, chunks, 2, V, K]
+    gates_ref,  # [B, HV, chunks, GATE_ROWS, C]
+    # outputs
+    d_q_ref, d_k_ref,  # [B, T, H, K]
+    rows_ref,  # [B, HV, chunks, SIDES, 2 or 4, C]
+    partial_ref,  # [blocks, SIDES, 2, C, 64]: dq and dk between the heads of a group
+    # scratch
+    qk_tiles,  # [2, depth_tiles, C, 64]
+    value_tiles, u_tiles, state_tiles, d_state_tiles,  # `ValueTiles`
+    pair_tiles,  # [SIDES, C, C]
+    gate_tiles,  # [2, GATE_ROWS, C]
+    row_tiles,  # [SIDES, 2 or 4, C]
+    full, empty, qk_full, qk_empty, gates_full, gates_empty, exchanged, finished,
+    # static
+    sizes: Sizes,
+    tiles: int,
+    config: DeltaRuleSm90Backward,
+    scale: float,
+    gated: bool,
+):  # fmt: skip
+    group, depth_tiles = sizes.group, sizes.depth_tiles
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    side = lax.axis_index("warpgroup")
+    scheduler = RoundRobin(sizes.b * sizes.h * sizes.chunks, blocks, block)
+    count = scheduler.count
+    pipeline = Pipeline(config.gradient_stages, full, empty)
+    values = ValueTiles(pipeline, tiles, depth_tiles, value_tiles, u_tiles, state_tiles, d_state_tiles)
+    gates_pipeline = Pipeline(_GATE_STAGES, gates_full, gates_empty)
+
+    def coordinates(index: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """Batch, query head, value head, chunk, and the head's number in its group."""
+        number, member = divmod_nonnegative(index, group)
+        rest, n = divmod_nonnegative(scheduler.tile(number), sizes.chunks)
+        b, h = divmod_nonnegative(rest, sizes.h)
+        return b, h, h * group + member, n, member
+
+    @pl.when(side == SIDES)
+    def _produce():
+        plgpu.set_max_registers(REGISTERS - SIDES * config.gradient_registers, action="decrease")
+
+        def one_head(index: Any, carry: tuple[()]) -> tuple[()]:
+            b, h, hv, n, member = coordinates(index)
+            tokens = pl.ds(n * CHUNK, CHUNK)
+            stage = gates_pipeline.acquire(index)
+            gates_pipeline.copy(index, [(gates_ref.at[b, hv, n], gate_tiles.at[stage])], stage=stage)
+            values.copy(index, (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
+
+            # After the values: those are needed first, and these wait until the chunk before is done.
+            @pl.when(member == 0)
+            def _queries_and_keys():
+                pl.when(index > 0)(lambda: plgpu.barrier_wait(qk_empty))
+                for which, ref in enumerate((q_ref, k_ref)):
+                    for d in range(depth_tiles):
+                        source = ref.at[b, tokens, h, pl.ds(d * TILE, TILE)]
+                        plgpu.copy_gmem_to_smem(source, qk_tiles.at[which, d], qk_full)
+
+            return carry
+
+        lax.fori_loop(0, count * group, one_head, ())
+
+    @pl.when(side < SIDES)
+    def _compute():
+        plgpu.set_max_registers(config.gradient_registers, action="increase")
+        # With 64 key channels both warpgroups have the same ones, and the second one's sums are left out.
+        d = side if depth_tiles > 1 else 0
+        own = 1.0 if depth_tiles > 1 else jnp.where(side == 0, 1.0, 0.0)
+        rows = row_tiles.at[side]
+
+        def state_product(state: Any, d_state: Any) -> jax.Array:
+            summed = jnp.sum(_load(state) * _load(d_state), axis=1)
+            fence_interpreted_load()
+            return summed
+
+        def one_head(index: Any, carry: tuple[()]) -> tuple[()]:
+            b, h, hv, n, member = coordinates(index)
+            tokens = pl.ds(n * CHUNK, CHUNK)
+            zero = opaque_zero(index)
+            queries, keys = qk_tiles.at[zero, d], qk_tiles.at[zero + 1, d]  # [C, 64]
+            do_s, dv_s, u_ds, pairs, *state_sums = values.products(
+                index, zero, d, side, state_product if gated else None
+            )
+            gate_stage = gates_pipeline.stage(index)
+            gates = gate_tiles.at[gate_stage]
+            plgpu.barrier_wait(gates_full.at[gate_stage])
+            pl.when(member == 0)(lambda: plgpu.barrier_wait(qk_full))
+            # The rows of the chunk before have been copied.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            # Through the states.
+            decay_in = load_along_rows(gates.at[DECAY_IN], SQUARE)
+            do_s, dv_s = do_s * (decay_in * scale), dv_s * decay_in
+            k_tile = _load(keys)
+            rows.at[_K_U_DS][...] = jnp.sum(k_tile * u_ds, axis=1) * own
+            d_q, d_k = do_s, u_ds * load_along_rows(gates.at[DECAY_OUT], SQUARE) - dv_s
+            if group > 1:
+                d_q, d_k = (
+                    gradient + jnp.where(member > 0, plgpu.load(before, layout=WGMMA, optimized=False), 0.0)
+                    for gradient, before in (
+                        (d_q, partial_ref.at[block, side, 0]),
+                        (d_k, partial_ref.at[block, side, 1]),
+                    )
+                )
+            through_states = None
+            if gated:
+                through_states = jnp.sum(_load(queries) * do_s - k_tile * dv_s, axis=1) * own
+                rows.at[_STATES][...] = state_sums[0] * own
+
+            # Between the tokens.
+            def add_scores(sum_: Accumulator) -> None:
+                for p in range(depth_tiles):
+                    sum_.add(qk_tiles.at[side + zero, p], transposed(qk_tiles.at[zero + 1, p]))
+
+            scores = product(SQUARE, add_scores)  # q_i . k_j, or k_i . k_j
+            i, j = positions()
+            sign = jnp.where(side == 0, scale, -1.0)
+            pairs = jnp.where(i - j >= side, pairs * decay(gates, i, j) * sign, 0.0)  # Y or Z
+            scores = scores * pairs
+            beta = load_along_columns(gates.at[BETA], SQUARE)
+            if through_states is not None:
+                rows.at[_ROWS][...] = through_states + jnp.sum(scores * beta, axis=1)
+
+            def add_pairs(d_q: Accumulator, d_k: Accumulator) -> None:
+                y, z = pair_tiles.at[zero], pair_tiles.at[zero + 1]
+                d_q.add(y, keys)
+                d_k.add(transposed(y), queries)
+                d_k.add(z, keys)
+                d_k.add(transposed(z), keys)
+
+            def both_have_read() -> None:
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+
+            # Hi, then lo: there is no room for a tile of each.
+            for part, value in enumerate(split_hi_lo(pairs * beta)):
+                if part > 0:
+                    both_have_read()
+                pair_tiles[side] = value
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(exchanged)
+                plgpu.barrier_wait(exchanged)
+                d_q, d_k = accumulate((d_q, d_k), add_pairs)
+            gates_pipeline.release(index, stage=gate_stage)
+
+            def add_columns() -> None:
+                rows.at[_COLUMNS][...] = jnp.sum(scores, axis=0)
+
+            # Sums over rows pass between warps through memory that the warpgroups share: one after the other.
+            pl.when(side == 0)(add_columns)
+            both_have_read()  # The pairs, and queries and keys.
+            pl.when(side == 1)(add_columns)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(rows, rows_ref.at[b, hv, n, side])
+
+            def store_partial() -> None:
+                for which, gradient in enumerate((d_q, d_k)):
+                    partial_ref[block, side, which] = gradient
+
+            def store() -> None:
+                # The tiles of queries and keys have been read: the gradients go out through them.
+                queries[...] = d_q.astype(jnp.bfloat16)
+                keys[...] = d_k.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                channels = pl.ds(d * TILE, TILE)
+                plgpu.copy_smem_to_gmem(queries, d_q_ref.at[b, tokens, h, channels])
+                plgpu.copy_smem_to_gmem(keys, d_k_ref.at[b, tokens, h, channels])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            last = group - 1
+            if group > 1:
+                pl.when(member < last)(store_partial)
+            pl.when((member == last) & (side < depth_tiles))(store)
+            pl.when(member == last)(lambda: plgpu.barrier_arrive(qk_empty))
+            return carry
+
+        lax.fori_loop(0, count * group, one_head, ())
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _row_count(gated: bool) -> int:
+    return 4 if gated else 2
+
+
+def scratch(sizes: Sizes, config: DeltaRuleSm90Backward, *, gated: bool) -> dict[str, Any]:
+    stages, depth_tiles = config.gradient_stages, sizes.depth_tiles
+    gates = pipeline_barriers(_GATE_STAGES, copies=1, consumers=SIDES)
+    return {
+        "qk_tiles": bfloat16_tile(2, depth_tiles, *SQUARE),
+        **ValueTiles.scratch(stages, depth_tiles),
+        "pair_tiles": bfloat16_tile(SIDES, *SQUARE),
+        "gate_tiles": plgpu.SMEM((_GATE_STAGES, GATE_ROWS, CHUNK), jnp.float32),
+        "row_tiles": plgpu.SMEM((SIDES, _row_count(gated), CHUNK), jnp.float32),
+        **ValueTiles.barriers(stages, depth_tiles),
+        "qk_full": plgpu.Barrier(num_arrivals=2 * depth_tiles),
+        "qk_empty": plgpu.Barrier(num_arrivals=SIDES),
+        "gates_full": gates["full"],
+        "gates_empty": gates["empty"],
+        "exchanged": plgpu.Barrier(num_arrivals=SIDES),
+        "finished": plgpu.Barrier(num_arrivals=SIDES),
+    }
+
+
+def _gate_gradients(sums: jax.Array, gates: jax.Array, *, gated: bool) -> tuple[jax.Array, jax.Array | None]:
+    """dbeta and dg, [B, HV, chunks, C] each, from the sums of the kernel."""
+    coarse, fine, beta = (gates[..., row, :] for row in (COARSE, FINE, BETA))
+    decay_out = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
+    through_end = decay_out * sums[..., _K_U_DS, :]
+    d_beta = through_end + sums[..., _COLUMNS, :]
+    if not gated:
+        return d_beta, None
+    d_sums = sums[..., _ROWS, :] - beta * d_beta
+    last = jnp.sum(beta * through_end + gates[..., DECAY_ALL, :] * sums[..., _STATES, :], axis=-1, keepdims=True)
+    d_sums = d_sums + jnp.where(jnp.arange(CHUNK) == CHUNK - 1, last, 0.0)
+    # A gate is in the sums of its token and of all later ones.
+    ones = jnp.tril(jnp.ones(SQUARE, d_sums.dtype))
+    return d_beta, jnp.matmul(d_sums, ones, precision=lax.Precision.HIGHEST, preferred_element_type=d_sums.dtype)
+
+
+def head_gate_gradients(
+    inputs: dict[str, jax.Array],
+    sizes: Sizes,
+    tiles: int,
+    config: DeltaRuleSm90Backward,
+    chip: Chip,
+    *,
+    scale: float,
+    gated: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """dq and dk [B, T, H, K], dbeta and dg [B, HV, chunks, C]. `tiles` are the tiles of 64 value channels to sum
+    over.
+    """
+    blocks = min(sizes.b * sizes.h * sizes.chunks, processors(chip))
+    keys = jax.ShapeDtypeStruct((sizes.b, sizes.t, sizes.h, sizes.depth), jnp.bfloat16)
+    rows = (sizes.b, sizes.hv, sizes.chunks, SIDES, _row_count(gated), CHUNK)
+    # Partial sums of dq and dk between the heads of a group: registers have no room for them beside the rest.
+    partial = (blocks if sizes.group > 1 else 1, SIDES, 2, *SQUARE)
+    outputs = run_kernel(
+        functools.partial(_gradient_kernel, sizes=sizes, tiles=tiles, config=config, scale=scale, gated=gated),
+        name="delta_rule_gradients",
+        inputs=inputs,
+        outputs={
+            "d_q": keys,
+            "d_k": keys,
+            "rows": jax.ShapeDtypeStruct(rows, jnp.float32),
+            "partial": jax.ShapeDtypeStruct(partial, jnp.float32),
+        },
+        scratch=scratch(sizes, config, gated=gated),
+        grid={"block": blocks},
+        warpgroups=1 + SIDES,
+        params=compiler_params(automatic_barriers=True),
+    )
+    d_beta, d_g = _gate_gradients(jnp.sum(outputs["rows"], axis=3), inputs["gates"], gated=gated)
+    return outputs["d_q"], outputs["d_k"], d_beta, d_g

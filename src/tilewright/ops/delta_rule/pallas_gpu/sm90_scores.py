@@ -1,0 +1,271 @@
+"""Inside a chunk, one gate per channel (KDA): (I + A)^-1, P beta, and q and k scaled by their decays.
+
+With G_id the sum of g over the tokens of the chunk up to i,
+
+    A_ij = sum_d k_id k_jd exp(G_id - G_jd) beta_j below the diagonal
+    P_ij = sum_d q_id k_jd exp(G_id - G_jd) on and below it
+    q_in = q exp(G)        k_in = k exp(G)        k_out = beta k exp(G_C - G)
+
+exp(G_i - G_j) does not factor without overflow. While G falls by less than 80 in the chunk, that is for gates of -1.25,
+both sides are scaled to the chunk's start: q_i exp(G_i) and k_j exp(-G_j), whose exponent is positive. The rows are
+then q_in and k_in, too. Rows for which G falls further take more levels (`PairLevel`): blocks of 32 tokens, and halves
+of 32, 16, 8, 4, 2 and 1. A loop has one level where no row of the chunk needs more, three, or nine. Which levels a row
+takes depends on tokens up to it alone: on its own G, which is the lowest so far unless positive gates brought it back.
+
+Sums of gates are bf16x2 products of the tensor cores with zeros and ones: nothing is a difference of two sums.
+
+Numerics: rounded once are k and q as S meets them, and k in A, since they add less than half of the rounding of o. q in
+P, k in P, and k as it goes into S are split.
+
+What brought this kernel from 3.7 ms to 1.0 ms, on an H200 (driver 580.159.04, jax 0.11.2), H96 T8192 D128:
+- levels in loops instead of unrolled: 2.8 ms (12,600 instructions of PTX do not stay in the instruction cache);
+- no addresses and masks kept from before the loops (`tiles_at`): 1.7 ms (a thread spilled 750 bytes, and the shared
+  memory leaves 20 KB of cache for that);
+- blocks of 32 tokens instead of 16: 1.4 ms; of 64: 1.0 ms. Stronger gates pay for it: with a mean of -1.6, 1.7 ms
+  instead of 1.3 ms; of -4, 3.7 ms instead of 2.8 ms;
+- an eighth fewer instructions, by masks that are ranges and a reciprocal without a division: 0.03 ms. Three warps per
+  scheduler do not hide latency; 9 % of the time is that of g.
+
+Tried and dropped:
+- two chunks per thread block instead of three: 1.8 ms where three took 1.7 ms;
+- blocks of 64 with the levels of 32 and less in code of their own: 490 bytes spilled, 1.4 ms;
+- prefetches into the L2 cache: of what a later thread block reads, 1.05 to 1.07 ms; of what the state kernel reads two
+  chunks later, the state kernel takes 0.58 ms instead of 0.50 ms.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.ops.delta_rule.gates import LOWEST_GATE
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import LARGEST_EXPONENT, PairLevel, any_too_low, sums_of_gates
+from tilewright.ops.delta_rule.pallas_gpu.sm90_inverse import invert
+from tilewright.ops.delta_rule.pallas_gpu.tiles import (
+    CHUNK,
+    HI,
+    LO,
+    SQUARE,
+    TILE,
+    Sizes,
+    bfloat16_tile,
+    keep_order,
+    load,
+    positions,
+    query_head,
+    store_hi_lo,
+    zeros,
+)
+from tilewright.pallas.gpu.kernel import run_kernel
+from tilewright.pallas.gpu.registers import (
+    BF16X3,
+    LOG2_E,
+    WGMMA,
+    load_along_columns,
+    load_along_rows,
+    opaque_zero,
+    split_hi_lo,
+    transposed,
+)
+from tilewright.pallas.gpu.wgmma import Accumulator, product
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Positions in a square of tokens, and the tiles of one warpgroup."""
+
+    i: Any  # [C, C]
+    j: Any  # [C, C]
+    q: Any  # [C, 64]
+    k: Any  # [C, 64]
+    g_hi_lo: Any  # [2 C, 64]
+    rows: Any  # [3 C, 64]: q, hi and lo, and k
+    columns: Any  # [2 C, 64]
+
+
+def _scores_kernel(
+    *,
+    # inputs
+    q_ref, k_ref,  # [B, T, H, K]
+    g_ref,  # [B, T, HV, K]
+    beta_ref,  # [B, HV, chunks, C]
+    # outputs
+    inverse_ref,  # [B, HV, T, 2 C]: hi and lo side by side
+    p_ref,  # [B, HV, T, 2 C]
+    q_in_ref, k_in_ref,  # [B, T, HV, K]
+    k_out_ref,  # [B, T, HV, 2 K]: hi and lo side by side
+    decay_ref,  # [B, HV, chunks, K]: exp(G_C)
+    # scratch, for each warpgroup
+    q_tiles, k_tiles, g_tiles, row_tiles, column_tiles,  # `_Tiles`
+    beta_tiles,  # [C]
+    decay_tiles,  # [64]
+    lowest_tiles,  # [C]
+    full,
+    # static
+    chunks: int,
+    side_by_side: int,
+    group: int,
+):  # fmt: skip
+    b, hv, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+    n = lax.axis_index("chunk") * side_by_side + warpgroup
+    tokens = pl.ds(n * CHUNK, CHUNK)
+    k_rows = pl.ds(2 * CHUNK, CHUNK)
+    depth = k_in_ref.shape[-1]
+
+    @pl.when(n < chunks)
+    def _one_chunk():
+        ready = full.at[warpgroup]
+
+        def tiles_at(index: Any) -> _Tiles:
+            """Addresses and masks, recomputed wherever they are used: registers are scarce."""
+            zero = opaque_zero(n + index)
+            i, j = positions()
+            which = warpgroup + zero
+            tiles = (q_tiles, k_tiles, g_tiles, row_tiles, column_tiles)
+            return _Tiles(i + zero, j, *(each.at[which] for each in tiles))
+
+        def scores(at: _Tiles, kk: jax.Array, qk: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rows, columns = at.rows, at.columns
+            plgpu.commit_smem()
+            more = product(SQUARE, lambda sum_: sum_.add(rows.at[k_rows], transposed(columns.at[HI])))  # [C, C]
+            kk = kk + jnp.where(mask, more, 0.0)
+
+            def add_qk(sum_: Accumulator) -> None:
+                for one, another in BF16X3:
+                    sum_.add(rows.at[(HI, LO)[one]], transposed(columns.at[(HI, LO)[another]]))
+
+            more = product(SQUARE, add_qk)
+            plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
+            return kk, qk + jnp.where(mask, more, 0.0)
+
+        def add_level(
+            d: Any, level: Any, exponents: tuple[jax.Array, jax.Array], sums: tuple[jax.Array, jax.Array]
+        ) -> Any:
+            """Adds the scores of a `PairLevel` to the sums. Also returns the lowest exponent of each row, of this level
+            and of the first two.
+            """
+            at, now = tiles_at(d + level), PairLevel.of(level)
+            exponent = sums_of_gates(at.g_hi_lo, now.exponents(at.i, at.j))
+            lowest = jnp.min(exponent, axis=1)
+            exponents = jnp.where(level == 0, lowest, exponents[0]), jnp.where(level == 1, lowest, exponents[1])
+            decay = jnp.exp2(exponent)
+            # What the copies of level 0 read is written again.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_hi_lo(at.rows, split_hi_lo(load(at.q) * decay))
+            keep_order()
+            at.rows[k_rows] = (load(at.k) * decay).astype(jnp.bfloat16)
+            keep_order()
+            # A reciprocal: a division would check its range, at six more instructions.
+            root = lax.rsqrt(jnp.maximum(decay, 2.0**-LARGEST_EXPONENT))
+            decay = jnp.where(now.from_start, root * root, decay)
+            store_hi_lo(at.columns, split_hi_lo(load(at.k) * decay))
+            at = tiles_at(d + level + CHUNK)
+            return lowest, exponents, scores(at, *sums, now.pairs(at.i, at.j, *exponents))
+
+        def add_channels(d: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            """Adds the scores over the d-th 64 key channels, and writes those channels of the scaled operands."""
+            at = tiles_at(d)
+            channels = pl.ds(d * TILE, TILE)
+            h = query_head(hv, group)
+            plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h, channels], at.q, ready)
+            plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h, channels], at.k, ready)
+            plgpu.copy_gmem_to_smem(beta_ref.at[b, hv, n], beta_tiles.at[warpgroup], ready)
+            g = jnp.maximum(load(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * LOG2_E
+            store_hi_lo(at.g_hi_lo, split_hi_lo(g))
+            plgpu.commit_smem()
+            # Transposed: a sum over rows would go through memory that Pallas has once for all warpgroups.
+            g_transposed = load(transposed(at.g_hi_lo.at[HI])) + load(transposed(at.g_hi_lo.at[LO]))
+            whole_decay = decay_tiles.at[warpgroup]
+            whole_decay[...] = jnp.exp2(jnp.sum(g_transposed, axis=1))
+            plgpu.barrier_wait(ready)
+
+            def next_level(carry: Any) -> Any:
+                level, levels, exponents, sums = carry
+                lowest, exponents, sums = add_level(d, level, exponents, sums)
+
+                @pl.when(level == 0)
+                def _copy_out():
+                    # The rows are scaled with their decay from the chunk's start: as S meets them.
+                    plgpu.copy_smem_to_gmem(at.rows.at[HI], q_in_ref.at[b, tokens, hv, channels])
+                    plgpu.copy_smem_to_gmem(at.rows.at[k_rows], k_in_ref.at[b, tokens, hv, channels])
+
+                too_low = any_too_low(lowest, lowest_tiles.at[warpgroup])
+                # Level 0 tells which rows decay too far in the chunk; level 1, which runs if some do, which in a block.
+                levels = jnp.where(level == 0, PairLevel.count(too_low, jnp.int32(0)), levels)
+                levels = jnp.where(level == 1, PairLevel.count(jnp.int32(1), too_low), levels)
+                return level + 1, levels, exponents, sums
+
+            unknown = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), WGMMA.reduce(1))
+            first = jnp.int32(0), jnp.int32(1), (unknown, unknown), sums
+            _, _, _, sums = lax.while_loop(lambda carry: carry[0] < carry[1], next_level, first)
+
+            at = tiles_at(d + CHUNK)
+            out = jnp.exp2(sums_of_gates(at.g_hi_lo, at.j > at.i)) * load_along_rows(beta_tiles.at[warpgroup], SQUARE)
+            store_hi_lo(at.columns, split_hi_lo(load(at.k) * out))
+            plgpu.commit_smem()
+            lo_channels = pl.ds(depth + d * TILE, TILE)
+            plgpu.copy_smem_to_gmem(at.columns.at[HI], k_out_ref.at[b, tokens, hv, channels])
+            plgpu.copy_smem_to_gmem(at.columns.at[LO], k_out_ref.at[b, tokens, hv, lo_channels])
+            plgpu.copy_smem_to_gmem(whole_decay, decay_ref.at[b, hv, n, channels])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return sums
+
+        zero = zeros()
+        kk, qk = lax.fori_loop(0, depth // TILE, add_channels, (zero, zero))
+
+        def write(ref: Any, hi_lo: Any) -> None:
+            plgpu.commit_smem()
+            for part in (HI, LO):
+                plgpu.copy_smem_to_gmem(hi_lo.at[part], ref.at[b, hv, tokens, part])
+
+        at, beta = tiles_at(0), beta_tiles.at[warpgroup]
+        store_hi_lo(at.rows, split_hi_lo(qk * load_along_columns(beta, SQUARE)))
+        write(p_ref, at.rows)
+        lower = jnp.where(at.i > at.j, kk * load_along_columns(beta, SQUARE), 0.0)
+        store_hi_lo(at.columns, split_hi_lo(invert(lower, at.i, at.j, at.g_hi_lo, at.columns)))
+        write(inverse_ref, at.columns)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(side_by_side: int) -> dict[str, Any]:
+    return {
+        "q_tiles": bfloat16_tile(side_by_side, CHUNK, TILE),
+        "k_tiles": bfloat16_tile(side_by_side, CHUNK, TILE),
+        "g_tiles": bfloat16_tile(side_by_side, 2 * CHUNK, TILE),
+        "row_tiles": bfloat16_tile(side_by_side, 3 * CHUNK, TILE),
+        "column_tiles": bfloat16_tile(side_by_side, 2 * CHUNK, TILE),
+        "beta_tiles": plgpu.SMEM((side_by_side, CHUNK), jnp.float32),
+        "decay_tiles": plgpu.SMEM((side_by_side, TILE), jnp.float32),
+        "lowest_tiles": plgpu.SMEM((side_by_side, CHUNK), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=3, num_barriers=side_by_side),
+    }
+
+
+def scores(
+    q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, sizes: Sizes, side_by_side: int
+) -> dict[str, jax.Array]:
+    """`inverse`, `p`, `q_in`, `k_in`, `k_out` and `decay`, as the kernel's outputs are declared."""
+    b, t, hv, depth = sizes.b, sizes.t, sizes.hv, sizes.depth
+    pairs = jax.ShapeDtypeStruct((b, hv, t, 2 * CHUNK), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((b, t, hv, depth), jnp.bfloat16)
+    return run_kernel(
+        functools.partial(_scores_kernel, chunks=sizes.chunks, side_by_side=side_by_side, group=sizes.group),
+        name="kda_scores",
+        inputs={"q": q, "k": k, "g": g, "beta": beta},
+        outputs={
+            "inverse": pairs,
+            "p": pairs,
+            "q_in": keys,
+            "k_in": keys,
+            "k_out": jax.ShapeDtypeStruct((b, t, hv, 2 * depth), jnp.bfloat16),
+            "decay": jax.ShapeDtypeStruct((b, hv, sizes.chunks, depth), jnp.float32),
+        },
+        scratch=scratch(side_by_side),
+        grid={"chunk": pl.cdiv(sizes.chunks, side_by_side), "head": hv, "batch": b},
+        warpgroups=side_by_side,
+    )

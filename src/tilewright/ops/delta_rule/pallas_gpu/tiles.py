@@ -1,0 +1,196 @@
+"""What the delta rule's Hopper kernels share: sizes, the rows of a chunk's gates, and tiles in registers.
+
+Tiles of values are often transposed, [V, C] for a chunk of C tokens. The state of a warpgroup is [V, K], one value
+channel per row: so it can be the left operand of a product from registers.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import vector
+
+from tilewright.ops.delta_rule.call import DeltaRuleCall
+from tilewright.ops.delta_rule.config import SM90_TILE as TILE
+from tilewright.pallas.gpu.kernel import interpreted, padded, tile
+from tilewright.pallas.gpu.registers import WGMMA, inline_mosaic, load_along_columns, load_along_rows, transposed
+from tilewright.pallas.gpu.wgmma import Accumulator
+
+CHUNK = 64
+SQUARE = (CHUNK, CHUNK)
+HI_LO = 2
+"""The parts of a bf16x2 split, where an array has an axis for them."""
+HI, LO = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
+"""The rows of the parts in a tile [2 C, n] that has one below the other."""
+
+# One gate per head, the rows of a chunk's gates: the two parts of G, beta, the decays exp(G) from the chunk's start and
+# beta exp(G_C - G) to its end, and exp(G_C).
+COARSE, FINE, BETA, DECAY_IN, DECAY_OUT, DECAY_ALL = range(6)
+GATE_ROWS = 6
+
+REGISTERS = 504
+"""Registers per thread that three warpgroups have together."""
+
+_MASKED = -1e30  # Its exponential is 0.
+_VECTOR = 4  # Elements of the widest store.
+
+bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a call as the kernels see it: T in whole chunks, K in whole tiles, V in whole blocks."""
+
+    b: int
+    chunks: int
+    h: int
+    hv: int
+    depth: int
+    """K."""
+    width: int
+    """V."""
+
+    @staticmethod
+    def of(call: DeltaRuleCall, block_v: int) -> "Sizes":
+        (b, t, h, k), (hv, v) = call.q.shape, call.v.shape[2:]
+        return Sizes(b, pl.cdiv(t, CHUNK), h, hv, pl.cdiv(k, TILE) * TILE, pl.cdiv(v, block_v) * block_v)
+
+    @property
+    def t(self) -> int:
+        return self.chunks * CHUNK
+
+    @property
+    def group(self) -> int:
+        """Value heads per query head."""
+        return self.hv // self.h
+
+    @property
+    def depth_tiles(self) -> int:
+        return self.depth // TILE
+
+
+def in_chunks(x: jax.Array) -> jax.Array:
+    """Pads [B, T, ...] with zeros to whole chunks: tokens of zeros leave the state as it is."""
+    return padded(x, 1, CHUNK)
+
+
+def padded_keys(x: jax.Array) -> jax.Array:
+    """Pads queries or keys [B, T, H, K] to whole chunks and tiles: channels of zeros add nothing."""
+    return padded(in_chunks(x), 3, TILE)
+
+
+def per_chunk(x: jax.Array) -> jax.Array:
+    """Reshapes a per-token, per-head scalar [B, T, HV] to float32 [B, HV, chunks, C]. T is whole chunks."""
+    return jnp.moveaxis(x.astype(jnp.float32), 1, 2).reshape(x.shape[0], x.shape[2], -1, CHUNK)
+
+
+def per_token(x: jax.Array, t: int) -> jax.Array:
+    """The inverse of `per_chunk`, for the first t tokens."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)[:, :t]
+
+
+def transposed_states(states: jax.Array, block_v: int) -> jax.Array:
+    """Transposes states [B, HV, K, V] to [B, HV, V, K], as the kernels hold them, padded to whole blocks and tiles."""
+    return padded(padded(jnp.swapaxes(states, 2, 3), 2, block_v), 3, TILE)
+
+
+def from_transposed(states: jax.Array, call: DeltaRuleCall) -> jax.Array:
+    """The inverse of `transposed_states`."""
+    return jnp.swapaxes(states, 2, 3)[..., : call.q.shape[3], : call.v.shape[3]]
+
+
+def add_bf16x3(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], hi_lo: Any, hi: Any) -> None:
+    """Adds x y, both split: `hi_lo` is a tile of y's parts, one below the other, `hi` of its first part alone."""
+    accumulator.add(jnp.concatenate([x[0], x[0]], axis=1), hi_lo)  # [64, 2 C] [2 C, n]
+    accumulator.add(x[1], hi)  # [64, C] [C, n]
+
+
+def load(ref: Any) -> jax.Array:
+    """A tile as float32, in registers."""
+    return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
+
+
+def load_transposed(ref: Any) -> jax.Array:
+    return load(transposed(ref))
+
+
+def store_hi_lo(ref: Any, split: tuple[jax.Array, jax.Array]) -> None:
+    """Stores both parts into a tile, one below the other: its first 2 C rows."""
+    for rows, value in zip((HI, LO), split, strict=True):
+        ref[rows] = value
+
+
+def positions() -> tuple[jax.Array, jax.Array]:
+    """The row i and the column j of each element of a square of tokens."""
+    i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=WGMMA) for axis in (0, 1))
+    return i, j  # [C, C] each
+
+
+def decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+    """exp(G_i - G_j) where i >= j, else 0, of a chunk's gates."""
+    coarse, fine = (
+        load_along_rows(gates.at[row], SQUARE) - load_along_columns(gates.at[row], SQUARE) for row in (COARSE, FINE)
+    )
+    return jnp.exp(jnp.where(i >= j, coarse + fine, _MASKED))  # [C, C]
+
+
+def zeros() -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
+
+
+def keep_order() -> None:
+    """Keeps the compiler from starting what follows before what precedes: with all tiles in registers at once, it would
+    spill.
+    """
+    plgpu.commit_smem()
+
+
+def store_in_register_order(ref: Any, x: jax.Array) -> None:
+    """Stores a float32 square to global memory in the order in which threads hold it, for `load_in_register_order`.
+
+    A thread's 16 bytes lie beside its neighbours'. By rows it would store 8 bytes at a time, a warp into 8 rows.
+    """
+    if interpreted():
+        ref[...] = x
+        return
+
+    def store(ref: Any, x: Any) -> None:
+        pairs = list(x.registers.flat)  # Of two neighbours each.
+        vectors = [vector.shuffle(a, b, list(range(_VECTOR))) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+        layout = mgpu.WGStridedFragLayout(SQUARE, _VECTOR)
+        registers = np.array(vectors, dtype=object)
+        mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None).store_untiled(ref)
+
+    inline_mosaic(store, ref, x)
+
+
+def load_in_register_order(ref: Any) -> jax.Array:
+    """Loads what `store_in_register_order` stored."""
+    if interpreted():
+        return plgpu.load(ref, layout=WGMMA, optimized=False)
+
+    def load(ref: Any) -> Any:
+        vectors = mgpu.FragmentedArray.load_strided(ref, vec_size=_VECTOR).registers.flat
+        pairs = [vector.shuffle(one, one, [at, at + 1]) for one in vectors for at in (0, 2)]
+        registers = np.array(pairs, dtype=object).reshape(mgpu.WGMMA_LAYOUT.registers_shape(SQUARE))
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return inline_mosaic(load, ref, out=jax.ShapeDtypeStruct(SQUARE, jnp.float32))
+
+
+def query_head(hv: Any, group: int) -> Any:
+    """The query head of a value head."""
+    return lax.div(hv, jnp.int32(group))
+
+
+def fence_interpreted_load() -> None:
+    """A fence between a plain load of a tile and copies into it, for the interpreter: see `Accumulator.add`."""
+    if interpreted():
+        plgpu.commit_smem()

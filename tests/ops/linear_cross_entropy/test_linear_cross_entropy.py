@@ -9,21 +9,32 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
-from tests.ops.contract import OpContract, able_to_run, assert_close
+from tests.ops.contract import OpContract, able_to_run, assert_close, implementations
 from tilewright import linear_cross_entropy
+from tilewright.configs import (
+    LinearCrossEntropyTpuBackward,
+    LinearCrossEntropyTpuForward,
+    LinearCrossEntropyXlaBackward,
+    LinearCrossEntropyXlaForward,
+)
 from tilewright.core.dispatch import find_op
 from tilewright.ops.linear_cross_entropy.cases import _case
-from tilewright.ops.linear_cross_entropy.config import PallasTpuConfig, XlaConfig
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import CaseCheck
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = implementations(*IMPLEMENTATIONS)
 GIB = 2**30
 
 
 class TestContract(OpContract):
     op_name = "linear_cross_entropy"
+    any_leading_axes = True
+    property_case = _case("properties", (3, 37), 64, 300, ignored=0.2, weights=True, z_loss=1e-2)
+
+    def extreme(self, arrays: dict) -> dict:
+        """Logits of about 600."""
+        return arrays | {"x": arrays["x"] * 300}
 
 
 def draw(n: int = 12, h: int = 16, v: int = 40, dtype: str = "float32", seed: int = 0):
@@ -141,12 +152,15 @@ def test_a_traced_z_loss_has_a_gradient() -> None:
 
 
 TINY_BLOCKS = {
-    "pallas_tpu": PallasTpuConfig(32, 128, 32, 128, 48, 256, block_h=128, tile_n=16),
-    "xla": XlaConfig(block_n=7, block_v=13),
+    "pallas_tpu": (
+        LinearCrossEntropyTpuForward(32, 128, block_h=128, tile_n=16),
+        LinearCrossEntropyTpuBackward(32, 128, 48, 256, block_h=128, tile_n=16),
+    ),
+    "xla": (LinearCrossEntropyXlaForward(7, 13), LinearCrossEntropyXlaBackward(7, 13)),
 }
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "xla"])
+@implementations("pallas_tpu", "xla")
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(n=st.integers(1, 70), h=st.integers(1, 300), v=st.integers(1, 400), cap=st.sampled_from([None, 3.0]))
 def test_any_shape_in_many_small_blocks(implementation: str, n: int, h: int, v: int, cap: float | None) -> None:
@@ -217,7 +231,7 @@ def test_a_row_does_not_depend_on_the_others(implementation: str) -> None:
     np.testing.assert_allclose(together, np.concatenate(apart), rtol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("pallas_tpu", marks=pytest.mark.slow), "xla"])
+@implementations("pallas_tpu", "xla")
 def test_bfloat16_at_a_real_vocabulary(implementation: str) -> None:
     """50,257 columns: not a multiple of anything, and no padding by the caller."""
     held = CaseCheck(find_op("linear_cross_entropy"), _case("gpt2_rows", 24, 32, 50257), "bfloat16")
@@ -254,7 +268,10 @@ def test_xla_never_holds_the_logits(case: str) -> None:
         ({"soft_cap": 0.0}, r"soft_cap=0.0 must be positive and finite; use None for no cap"),
         ({"soft_cap": jnp.ones(())}, r"soft_cap=.* is not a Python number; .*known when traced"),
         ({"implementation": "triton"}, r"implementation='triton' is not an implementation of linear_cross_entropy"),
-        ({"config": XlaConfig(8, 8), "implementation": "pallas_tpu"}, r"config=XlaConfig.*'pallas_tpu' of .* takes"),
+        (
+            {"config": LinearCrossEntropyXlaForward(8, 8), "implementation": "pallas_tpu"},
+            r"config=tilewright.configs.LinearCrossEntropyXlaForward.*'pallas_tpu' of .* takes",
+        ),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(change: dict, message: str) -> None:
@@ -265,24 +282,30 @@ def test_bad_input_is_named_with_its_remedy(change: dict, message: str) -> None:
 
 def test_a_config_that_breaks_alignment_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match=r"block_v=96 must be a positive multiple of 128 \(TPU lanes\); use 128, or"):
-        PallasTpuConfig(16, 96, 16, 128, 16, 128)
-    with pytest.raises(ValueError, match=r"block_n_dw=24 must be a positive multiple of 16 \(sublanes"):
-        PallasTpuConfig(16, 128, 16, 128, 24, 128)
-    with pytest.raises(ValueError, match=r"block_v=0 must be a positive integer"):
-        XlaConfig(8, 0)
+        LinearCrossEntropyTpuForward(16, 96)
+    with pytest.raises(ValueError, match=r"block_n_dw=24 must be a positive multiple of 16 \(sublanes .*; use 32, or"):
+        LinearCrossEntropyTpuBackward(16, 128, 24, 128)
+    with pytest.raises(ValueError, match=r"block_n_dx=96 must be a multiple of tile_n=64, or less than it; use 128"):
+        LinearCrossEntropyTpuBackward(96, 128, 16, 128, tile_n=64)
+    with pytest.raises(ValueError, match=r"block_v=0 must be a positive integer; use 1024"):
+        LinearCrossEntropyXlaForward(8, 0)
 
 
 def test_a_config_that_does_not_fit_memory_is_refused_before_the_compiler() -> None:
     x, w, labels = jnp.zeros((64, 8192), jnp.bfloat16), jnp.zeros((8192, 256), jnp.bfloat16), jnp.zeros(64, jnp.int32)
-    huge = PallasTpuConfig(2048, 2048, 16, 128, 16, 128)
-    with (
-        tilewright.target("v5p"),
-        pytest.raises(
-            tilewright.Unsupported,
-            match=r"its forward kernel needs about \d+ MiB of VMEM for H=8192 .* a v5p has 64; use a smaller block_n or",
-        ),
-    ):
-        jax.eval_shape(lambda: linear_cross_entropy(x, w, labels, implementation="pallas_tpu", config=huge))
+    needs = r"its {} kernel needs about \d+ MiB of VMEM for .*H=8192 .* a v5p has 64; use a smaller block_n or block_v"
+
+    def run(x, config):
+        return linear_cross_entropy(x, w, labels, reduction="sum", implementation="pallas_tpu", config=config)
+
+    with tilewright.target("v5p"):
+        with pytest.raises(tilewright.Unsupported, match=needs.format("forward")):
+            jax.eval_shape(lambda: run(x, LinearCrossEntropyTpuForward(2048, 2048)))
+        # A backward that does not fit is refused where the call is differentiated, and only there.
+        huge = LinearCrossEntropyTpuBackward(16, 128, 2048, 2048)
+        jax.eval_shape(lambda: run(x, huge))
+        with pytest.raises(tilewright.Unsupported, match=needs.format("dw")):
+            jax.eval_shape(lambda: jax.grad(run)(x, huge))
 
 
 def test_h_too_wide_for_a_tpu_falls_to_xla_and_says_why() -> None:
@@ -296,15 +319,18 @@ def test_h_too_wide_for_a_tpu_falls_to_xla_and_says_why() -> None:
         )
     (decision,) = told.decisions
     assert decision.implementation == "xla"
-    assert "MiB of VMEM for H=65536" in decision.rejected["pallas_tpu"]
+    assert "MiB of VMEM for dtype=bfloat16 N=16 H=65536 V=512 with" in decision.rejected["pallas_tpu"]
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "v7x"])
 @pytest.mark.parametrize(("n", "h", "v"), [(1, 64, 10), (8192, 2048, 151936), (8192, 4096, 128256), (512, 8192, 50257)])
 def test_the_heuristic_fits_every_tpu(chip: str, n: int, h: int, v: int) -> None:
-    known = tilewright.core.chip.Chip.named(chip)
-    config = PallasTpuConfig.for_shape(known, n, h, v, 2)
-    assert config.misfit(known, h, 2) is None
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((n, h), "bfloat16"), struct((h, v), "bfloat16"), struct((n,), "int32")
+    with tilewright.target(chip):
+        (decision,) = tilewright.explain(linear_cross_entropy, *arrays).decisions
+    assert decision.implementation == "pallas_tpu"
+    assert decision.backward.refusal is None
 
 
 def test_the_tpu_kernels_lower_without_a_tpu() -> None:

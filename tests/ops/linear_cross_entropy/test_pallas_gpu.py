@@ -1,6 +1,4 @@
-"""What only the Hopper kernels have: their tiles, chunks and limits, and that they lower for a GPU where there is none."""
-
-import itertools
+"""What only the Hopper kernels have: their tiles, chunks and limits, and that they lower without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +9,22 @@ from jax.sharding import AxisType, PartitionSpec
 import tilewright
 from tests.ops.contract import able_to_run
 from tilewright import linear_cross_entropy
-from tilewright.core.chip import MIB, Chip
-from tilewright.core.dispatch import Launch, find_op
+from tilewright.configs import LinearCrossEntropySm90Backward, LinearCrossEntropySm90Forward
+from tilewright.core.chip import MIB
+from tilewright.core.dispatch import find_op
 from tilewright.ops.linear_cross_entropy.cases import _case
-from tilewright.ops.linear_cross_entropy.config import PallasGpuConfig
-from tilewright.ops.linear_cross_entropy.gpu_tiles import Tiles, special_tiles
+from tilewright.ops.linear_cross_entropy.pallas_gpu.sm90_fwd import special_tiles
 from tilewright.workbench.check import CaseCheck
 
-NARROW = PallasGpuConfig(block_v=128, stages=2, band=2, chunk_v=256)
+
+def configs(block_v: int, stages: int, band: int, chunk_v: int):
+    return (
+        LinearCrossEntropySm90Forward(block_v, stages, band),
+        LinearCrossEntropySm90Backward(block_v, stages, band, chunk_v),
+    )
+
+
+NARROW = configs(block_v=128, stages=2, band=2, chunk_v=256)
 
 
 def draw(n: int = 12, h: int = 16, v: int = 40, seed: int = 0):
@@ -31,7 +37,8 @@ def draw(n: int = 12, h: int = 16, v: int = 40, seed: int = 0):
 @pytest.mark.parametrize(
     "case",
     [
-        # Three blocks of rows in bands of two; chunks of two blocks of columns, the last of half one; the ring goes round.
+        # Three blocks of rows in bands of two; chunks of two blocks of columns, the last of half one; stages are
+        # reused.
         _case("bands", 300, 200, 320, ignored=0.1, z_loss=1e-2),
         _case("one_row", 1, 8, 1, soft_cap=3.0),
     ],
@@ -69,7 +76,7 @@ def test_padding_beside_logits_that_are_all_far_from_zero(offset: float) -> None
     """Columns past V have logits of 0, which must count nothing where all others are near -1,000 or 1,000."""
     x, w, labels = draw(v=70)
     x, w = x.at[:, 0].set(12.0), w.at[0].set(offset)
-    config = PallasGpuConfig(128, 2, 2, 128)
+    config = configs(128, 2, 2, 128)
 
     def run(x, w, implementation, config=None):
         return linear_cross_entropy(x, w, labels, reduction="sum", implementation=implementation, config=config)
@@ -84,25 +91,10 @@ def test_padding_beside_logits_that_are_all_far_from_zero(offset: float) -> None
         np.testing.assert_allclose(one, other, rtol=0.02, atol=0.01)
 
 
-@pytest.mark.parametrize(
-    ("n", "v", "band", "pair"), [(300, 700, 2, 1), (1024, 1000, 4, 2), (128, 64, 16, 2), (640, 300, 16, 2)]
-)
-def test_every_tile_is_made_once_by_a_pair_in_step(n: int, v: int, band: int, pair: int) -> None:
-    config = PallasGpuConfig(128, 2, band, 128, pair)
-    tiles = Tiles.of(Launch(Chip.named("h200"), config, None), n, 64, v)
-    every = tiles.num_n * tiles.num_v
-    made = [tuple(map(int, tiles.locate(jnp.int32(number)))) for number in range(every)]
-    assert sorted(made) == list(itertools.product(range(tiles.num_n), range(tiles.num_v)))
-    assert tiles.programs % tiles.pair == 0
-    assert every % tiles.pair == 0
-    # The two of a pair have the same columns.
-    assert all(made[t][1] == made[t + tiles.pair - 1][1] for t in range(0, every, tiles.pair))
-
-
-def test_the_tiles_that_need_care_are_those_with_a_label_and_the_last() -> None:
+def test_the_special_tiles_are_those_with_a_label_and_the_last() -> None:
     labels = jnp.array([0] * 64 + [130] * 63 + [299], jnp.int32)
-    np.testing.assert_array_equal(special_tiles(labels, 300, 128), [[1, 0, 1], [0, 1, 1]])
-    np.testing.assert_array_equal(special_tiles(labels, 384, 128), [[1, 0, 0], [0, 1, 1]])
+    np.testing.assert_array_equal(special_tiles(labels, 300, 64, 128), [[1, 0, 1], [0, 1, 1]])
+    np.testing.assert_array_equal(special_tiles(labels, 384, 64, 128), [[1, 0, 0], [0, 1, 1]])
 
 
 def _largest_arrays(function, *structs) -> set[tuple[tuple[int, ...], str]]:
@@ -145,11 +137,11 @@ def test_the_backward_stores_a_chunk_of_gradients_only(n: int, h: int, v: int) -
 
 
 def test_the_kernels_lower_without_a_gpu() -> None:
-    """A kernel forward; backward one for the chunks that are whole, in a loop, and one for the rest of the vocabulary."""
+    """One kernel forward; backward one for the whole chunks, in a loop, and one for the rest of the vocabulary."""
     struct = jax.ShapeDtypeStruct
 
     def loss(x, w, labels):
-        return linear_cross_entropy(x, w, labels, reduction="mean", config=PallasGpuConfig(256, 4, 16, 1024))
+        return linear_cross_entropy(x, w, labels, reduction="mean", config=configs(256, 4, 16, 1024))
 
     with tilewright.target("h200"):
         traced = jax.jit(jax.grad(loss, (0, 1))).trace(
@@ -165,7 +157,7 @@ def test_the_kernels_are_traced_inside_shard_map(cpu_devices: list) -> None:
     struct = jax.ShapeDtypeStruct
 
     def total(x, w, labels):
-        config = PallasGpuConfig(256, 4, 16, 256)
+        config = configs(256, 4, 16, 256)
         loss = linear_cross_entropy(x, w, labels, reduction="sum", implementation="pallas_gpu", config=config)
         return jax.lax.psum(loss, "rows")
 
@@ -183,13 +175,13 @@ def test_the_kernels_are_traced_inside_shard_map(cpu_devices: list) -> None:
 @pytest.mark.parametrize(
     ("chip", "dtype", "config", "message"),
     [
-        ("a100", "bfloat16", None, r"made for Hopper GPUs .*this is a a100 with 8.0; use implementation='xla'"),
+        ("a100", "bfloat16", None, r"written for Hopper GPUs .*this is a a100 with compute capability 8.0; use"),
         ("h200", "float32", None, r"x is float32, and it multiplies bfloat16 only .*pass x and w as bfloat16, or"),
         (
             "h200",
             "bfloat16",
-            PallasGpuConfig(256, 5, 16, 256),
-            r"needs about \d+ KiB of shared memory with .* a block of a h200 has 227; use a smaller block_v or stages, or",
+            configs(256, 5, 16, 256),
+            r"its forward kernel needs about \d+ KiB of shared memory .* a h200 has 227; use a smaller block_v or stages",
         ),
     ],
 )
@@ -213,25 +205,49 @@ def test_a_hopper_gpu_is_served_by_the_kernel() -> None:
         assert decision.implementation == "pallas_gpu"
 
 
+def test_a_backward_that_does_not_fit_is_refused_where_it_is_needed() -> None:
+    struct = jax.ShapeDtypeStruct
+    x, w, labels = struct((16, 64), "bfloat16"), struct((64, 512), "bfloat16"), struct((16,), "int32")
+    huge = LinearCrossEntropySm90Backward(256, 5, 16, 256)
+
+    def loss(x, w, labels):
+        return linear_cross_entropy(x, w, labels, reduction="sum", implementation="pallas_gpu", config=huge)
+
+    with tilewright.target("h200"):
+        jax.eval_shape(loss, x, w, labels)
+        needs = (
+            r"cannot differentiate this call: its backward kernel needs about \d+ KiB of shared memory for .*stages=5"
+        )
+        with pytest.raises(tilewright.Unsupported, match=needs):
+            jax.eval_shape(jax.grad(loss), x, w, labels)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ((96, 4, 16, 96), r"block_v=96 must be a multiple of 64, 256 at most .*; use 256, or implementation='xla'"),
-        ((256, 1, 16, 256), r"stages=1 must be 2 or more: .*; use 4"),
-        ((256, 4, 0, 256), r"band=0 must be a positive integer; use 16"),
-        ((256, 4, 16, 300), r"chunk_v=300 must be a positive multiple of block_v=256; use 16384"),
-        ((256, 4, 16, 256, 3), r"pair=3 must be 1 or 2 .*; use 2"),
-        ((256, 4, 7, 256, 2), r"band=7 must be a multiple of pair=2; use 8, or pair=1"),
+        ({"block_v": 96}, r"block_v=96 must be a multiple of 64, at most 256 .*; use 256, or implementation='xla'"),
+        ({"stages": 1}, r"stages=1 must be 2 or more \(a copy .*\); use 4"),
+        ({"band": 0}, r"band=0 must be a positive integer; use 16"),
+        ({"chunk_v": 300}, r"chunk_v=300 must be a positive multiple of 256 \(block_v\); use 16384"),
+        ({"cluster": 3}, r"cluster=3 must be 1 or 2 .*; use 2"),
+        ({"band": 7}, r"band=7 must be a multiple of cluster=2; use 8, or cluster=1"),
+        ({"producer_registers": 44}, r"producer_registers=44 must be a positive multiple of 8 \(setmaxnreg\); use 48"),
+        ({"consumer_registers": 240}, r"consumer_registers=240 and .* 504 together \(520 here\); use 232 and 40"),
     ],
 )
-def test_a_config_that_breaks_a_rule_is_refused_when_built(fields: tuple[int, ...], message: str) -> None:
+def test_a_config_that_breaks_a_rule_is_refused_when_built(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PallasGpuConfig(*fields)
+        LinearCrossEntropySm90Backward(**{"block_v": 256, "stages": 4, "band": 16, "chunk_v": 256} | fields)
 
 
 @pytest.mark.parametrize(("n", "v"), [(1, 1), (5, 70), (8192, 151936), (8192, 128256), (100000, 50257), (2**21, 300)])
 def test_the_heuristic_fits(n: int, v: int) -> None:
-    config = PallasGpuConfig.for_shape(n, v)
-    assert config.misfit(Chip.named("h200")) is None
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((n, 64), "bfloat16"), struct((64, v), "bfloat16"), struct((n,), "int32")
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(linear_cross_entropy, *arrays).decisions
+    assert decision.implementation == "pallas_gpu"
+    assert decision.backward.refusal is None
+    config = decision.backward.config
     # A single block of columns is the least there can be.
     assert 2 * n * min(config.chunk_v, v) <= 320 * MIB or config.chunk_v == config.block_v

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the loss of a language model's head, from hidden states to a number."""
+"""`linear_cross_entropy`: the loss of a language model's head, from hidden states."""
 
 from typing import Any, Literal
 
@@ -9,8 +9,10 @@ from jaxtyping import Array
 
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.axes import Hidden, Labels, PerToken, Scalar, Unembedding
-from tilewright.core.dispatch import Op, register
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
+from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 
 IGNORED_LABEL = -100
 _REDUCTIONS = ("none", "sum", "mean")
@@ -34,10 +36,10 @@ def linear_cross_entropy(
     soft_cap: float | None = None,
     reduction: Literal["none", "sum", "mean"] = "none",
     return_logsumexp: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Array | tuple[Array, PerToken]:
-    r"""Cross entropy of softmax(x w) against labels, without ever holding the logits.
+    r"""Cross entropy of softmax(x w) against labels, without the logits in memory.
 
     With a_t = x_t w (and a_t = soft_cap * tanh(x_t w / soft_cap) under a soft cap), for each token t
 
@@ -47,17 +49,17 @@ def linear_cross_entropy(
     Args:
       x: hidden states [..., H], float32 or bfloat16.
       w: the unembedding [H, V], of x's dtype.
-      labels: [...] integers in [0, V). A label of -100 counts nothing: its loss is 0, its gradients are 0 and it is
-        not in the mean. Any other label outside [0, V) makes the loss of its token NaN, and with it the gradients that
-        this token takes part in, in every implementation.
-      weights: [...] a factor for each token's loss, or None for ones. Gradients flow to it.
+      labels: [...] integers in [0, V). A token whose label is -100 is ignored: its loss and gradients are 0, and the
+        mean does not count it. Any other label outside [0, V) makes the loss of its token NaN, and with it the
+        gradients that depend on that loss, in every implementation.
+      weights: [...] a factor for each token's loss, or None for ones. Differentiable.
       z_loss: the factor of logsumexp^2, which keeps the logits from drifting.
-      soft_cap: bounds the logits to (-soft_cap, soft_cap); a number, known when traced.
-      reduction: "none" gives [...]; "sum" and "mean" a scalar. The mean is over the weights of the tokens that count:
-        sum(loss) / sum(weights). With nothing that counts it is 0.
-      return_logsumexp: also return logsumexp [...] of every token, ignored ones too. Gradients flow through it.
+      soft_cap: bounds the logits to (-soft_cap, soft_cap); a Python number, known when traced.
+      reduction: "none" returns [...]; "sum" and "mean" return a scalar. The mean is sum(loss) / sum(weights) over the
+        tokens that are not ignored, and 0 where all are.
+      return_logsumexp: whether to also return logsumexp [...] of every token, ignored ones too. Differentiable.
       implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
-      config: block sizes, a config of the implementation (tilewright.ops.linear_cross_entropy.config).
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:
       loss, float32; with return_logsumexp a pair (loss, logsumexp).
@@ -71,22 +73,19 @@ def linear_cross_entropy(
 
     counted = row_labels != IGNORED_LABEL
     in_range = (row_labels >= 0) & (row_labels < vocabulary)
-    # No implementation sees a label that it could read out of bounds with.
+    # Implementations see labels in range only, so none of them can read out of bounds.
     safe_labels = jnp.where(in_range, row_labels, 0).astype(jnp.int32)
     if rows.shape[0]:
-        nll, logsumexp = OP.run(
-            (rows, w, safe_labels),
-            {"soft_cap": None if soft_cap is None else float(soft_cap)},
-            implementation=implementation,
-            config=config,
-        )
+        cap = None if soft_cap is None else float(soft_cap)
+        call = LinearCrossEntropyCall(x=rows, w=w, labels=safe_labels, soft_cap=cap)
+        nll, logsumexp = OP.run(call, implementation=implementation, config=config)
     else:
         nll = logsumexp = jnp.zeros((0,), accumulator(x.dtype))
 
     loss = nll
     if not (isinstance(z_loss, (int, float)) and z_loss == 0):
         loss = loss + jnp.asarray(z_loss, loss.dtype) * jnp.square(logsumexp)
-    # A factor, not a replacement: so a label out of range reaches the gradients too.
+    # A factor, not a replacement, so that a label out of range makes the gradients NaN too.
     loss = loss * jnp.where(in_range | ~counted, 1.0, jnp.nan).astype(loss.dtype)
     loss = jnp.where(counted, loss, 0.0)
     counts = counted.astype(loss.dtype)

@@ -7,28 +7,35 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
-from tests.ops.contract import OpContract, able_to_run
+from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import gated_rms_norm, layer_norm, rms_norm
-from tilewright.core.chip import Chip
+from tilewright.configs import NormTpuBackward, NormTpuForward
 from tilewright.core.dispatch import find_op
 from tilewright.ops.norm.cases import _case
-from tilewright.ops.norm.config import PallasTpuConfig
 from tilewright.workbench.check import CaseCheck
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = implementations(*IMPLEMENTATIONS)
 
 
 class TestRmsNorm(OpContract):
     op_name = "rms_norm"
+    any_leading_axes = True
 
 
 class TestLayerNorm(OpContract):
     op_name = "layer_norm"
+    shares_code_with = "rms_norm"
+    any_leading_axes = True
 
 
 class TestGatedRmsNorm(OpContract):
     op_name = "gated_rms_norm"
+    any_leading_axes = True
+
+    def extreme(self, arrays: dict) -> dict:
+        """Gates whose sigmoid is 0 or 1 in float32, or whose exponential overflows."""
+        return arrays | {"gate": arrays["gate"].at[..., ::3].set(-200.0).at[..., 1::3].set(200.0)}
 
 
 def draw(*shape: int, dtype: str = "float32"):
@@ -100,7 +107,7 @@ def test_the_variance_survives_a_large_mean() -> None:
 
 
 # Narrow heads side by side (64: in pairs, and alone where they do not pair; 32), ragged last columns, several chunks of
-# columns. A v5p has two TensorCores a device, so its sums over rows have two parts, and five blocks do not divide by them.
+# columns. A v5p has two TensorCores per device, so its sums over rows have two parts, which do not divide five blocks.
 @pytest.mark.parametrize(
     ("op", "chip", "shape"),
     [
@@ -116,7 +123,7 @@ def test_any_shape_in_many_small_blocks(op: str, chip: str, shape: tuple[int, ..
     """A ragged last block: what lies past the end of an array never reaches a result."""
     held = CaseCheck(find_op(op), _case(op, "drawn", shape, bias=op == "layer_norm"), "float32", seed=shape[0])
     with tilewright.target(chip), able_to_run("pallas_tpu"):
-        results = held.check("pallas_tpu", config=PallasTpuConfig(block_n=16))
+        results = held.check("pallas_tpu", config=(NormTpuForward(block_n=16), NormTpuBackward(block_n=16)))
     for result in results:
         assert result.verdict.ok, f"{op} {shape} {result.quantity}: {result.verdict}"
 
@@ -211,19 +218,36 @@ def test_bad_input_is_named_with_its_remedy(op, change: dict, message: str) -> N
         op(**given | change)
 
 
-def test_a_config_that_breaks_alignment_is_refused_when_built() -> None:
+@pytest.mark.parametrize("config", [NormTpuForward, NormTpuBackward])
+def test_a_config_that_breaks_alignment_is_refused_when_built(config) -> None:
     with pytest.raises(ValueError, match=r"block_n=24 must be a positive multiple of 16 \(sublanes .*; use 32, or"):
-        PallasTpuConfig(block_n=24)
+        config(block_n=24)
     with pytest.raises(ValueError, match=r"block_n=96 must be a multiple of tile_n=64, or less than it; use 128"):
-        PallasTpuConfig(block_n=96, tile_n=64)
+        config(block_n=96, tile_n=64)
 
 
 def test_a_config_that_does_not_fit_memory_is_refused_before_the_compiler() -> None:
     x, w = jax.ShapeDtypeStruct((4096, 8192), "bfloat16"), jax.ShapeDtypeStruct((8192,), "bfloat16")
-    with tilewright.target("v5p"):
-        told = tilewright.explain(rms_norm, x, w, implementation="pallas_tpu", config=PallasTpuConfig(block_n=2048))
-    assert "MiB of VMEM for rows of 8192" in str(told)
-    assert "a v5p has 64; use a smaller block_n, or implementation='xla'" in str(told)
+
+    def explained(function, config):
+        with tilewright.target("v5p"):
+            return str(tilewright.explain(lambda x, w: function(x, w, config), x, w))
+
+    def run(x, w, config):
+        return rms_norm(x, w, implementation="pallas_tpu", config=config)
+
+    def differentiated(x, w, config):
+        return jax.grad(lambda x: jnp.sum(run(x, w, config).astype(jnp.float32)))(x)
+
+    told = explained(run, NormTpuForward(block_n=2048))
+    assert "its forward kernel needs about 129 MiB of VMEM for dtype=bfloat16 N=4096 D=8192 with tilewright.con" in told
+    assert "a v5p has 64; use a smaller block_n, or implementation='xla'" in told
+    # A backward that does not fit is no reason to refuse a call that is not differentiated; it is shown.
+    config = NormTpuBackward(block_n=2048)
+    assert "  backward: cannot run: its backward kernel needs about" in explained(run, config)
+    refused = explained(differentiated, config)
+    assert "cannot differentiate this call: its backward kernel needs about" in refused
+    assert "a v5p has 64; use a smaller block_n, or implementation='xla'" in refused
 
 
 def test_rows_too_wide_for_a_tpu_fall_to_xla_and_say_why() -> None:
@@ -231,14 +255,89 @@ def test_rows_too_wide_for_a_tpu_fall_to_xla_and_say_why() -> None:
     with tilewright.target("v6e"):
         (decision,) = tilewright.explain(rms_norm, x, w).decisions
     assert decision.implementation == "xla"
-    assert "a v6e has 128; no block_n is smaller; use implementation='xla'" in decision.rejected["pallas_tpu"]
+    assert "a v6e has 128; use a smaller block_n, or implementation='xla'" in decision.rejected["pallas_tpu"]
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "v7x"])
 @pytest.mark.parametrize(("n", "d"), [(1, 64), (8192, 4096), (1_000_000, 1), (300, 16384), (262144, 128)])
 def test_the_heuristic_fits_every_tpu(chip: str, n: int, d: int) -> None:
-    known, gate_itemsize = Chip.named(chip), 4 if d <= 4096 else 0
-    assert PallasTpuConfig.for_shape(known, n, d, 4, gate_itemsize).misfit(known, d, 4, gate_itemsize) is None
+    """The forward and the backward, in float32, with a gate where rows are not as wide as can be."""
+    x, w = jax.ShapeDtypeStruct((n, d), "float32"), jax.ShapeDtypeStruct((d,), "float32")
+    op, arrays = (gated_rms_norm, (x, x, w)) if d <= 4096 else (rms_norm, (x, w))
+    with tilewright.target(chip):
+        (decision,) = tilewright.explain(op, *arrays, implementation="pallas_tpu").decisions
+    assert decision.backward.refusal is None
+    assert {type(config) for config in decision.configs.values()} == {NormTpuForward, NormTpuBackward}
+
+
+def test_vmap_is_one_larger_call_with_its_config() -> None:
+    """The calls of a vmap share one kernel launch, whose blocks are chosen for all rows, forward and backward."""
+    x, w = jax.random.normal(jax.random.key(0), (32, 16, 256)), jnp.ones(256)
+
+    def total(x, w):
+        return jnp.sum(jnp.sin(rms_norm(x, w, implementation="pallas_tpu")))
+
+    mapped = jax.vmap(jax.value_and_grad(total), in_axes=(0, None))
+    with tilewright.target("v6e"):
+        (one,) = tilewright.explain(total, x[0], w).decisions
+        (larger,) = tilewright.explain(jax.vmap(total, in_axes=(0, None)), x, w).decisions
+        (whole,) = tilewright.explain(total, x.reshape(-1, 256), w).decisions
+        text = jax.jit(mapped).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
+    assert one.configs["forward"] == NormTpuForward(16, 16)
+    assert larger.configs == whole.configs != one.configs
+    assert text.count("tpu_custom_call") == 2
+    with able_to_run("pallas_tpu", plain=True):
+        got = mapped(x[:3], w)
+        each = [jax.value_and_grad(total)(x[n], w) for n in range(3)]
+    for n, (value, gradient) in enumerate(each):
+        np.testing.assert_allclose(got[0][n], value, rtol=1e-5)
+        np.testing.assert_allclose(got[1][n], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_weights_gives_each_element_its_gradient() -> None:
+    """Weights that differ, or whose gradients would be summed by a larger call, are left to JAX's own rule."""
+    x, w = jax.random.normal(jax.random.key(0), (3, 16, 128)), jax.random.normal(jax.random.key(1), (3, 128))
+
+    @jax.jit
+    def gradients(x, w):
+        return jax.grad(lambda x, w: jnp.sum(rms_norm(x, w, implementation="pallas_tpu") ** 3), (0, 1))(x, w)
+
+    for axes in ((0, 0), (0, None), (None, 0)):
+        given = [array if axis == 0 else array[0] for array, axis in zip((x, w), axes, strict=True)]
+        with able_to_run("pallas_tpu", plain=True):
+            got = jax.vmap(gradients, in_axes=axes)(*given)
+            each = [
+                gradients(*(a[n] if axis == 0 else a for a, axis in zip(given, axes, strict=True))) for n in range(3)
+            ]
+        for one, other in zip(got, zip(*each, strict=True), strict=True):
+            np.testing.assert_allclose(one, jnp.stack(other), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [NormTpuForward(64), NormTpuBackward(256, 32)])
+def test_a_config_can_be_pasted_back_and_goes_through_json(config) -> None:
+    assert eval(repr(config), {"tilewright": tilewright}) == config
+    assert tilewright.configs.from_json(tilewright.configs.to_json(config)) == config
+    assert type(tilewright.configs.from_json(tilewright.configs.to_json(config))) is type(config)
+
+
+def test_bad_json_of_a_config_is_named() -> None:
+    with pytest.raises(ValueError, match=r"config='NormTpu' is not a config of tilewright; see tilewright.configs"):
+        tilewright.configs.from_json('{"config": "NormTpu", "block_n": 64}')
+    with pytest.raises(ValueError, match=r"NormTpuForward has no field 'block_m'; its fields are block_n, tile_n"):
+        tilewright.configs.from_json('{"config": "NormTpuForward", "block_m": 64}')
+    with pytest.raises(ValueError, match=r"block_n=24 must be a positive multiple of 16"):
+        tilewright.configs.from_json('{"config": "NormTpuForward", "block_n": 24}')
+
+
+def test_a_config_of_another_op_is_refused() -> None:
+    x, w = jnp.ones((4, 16)), jnp.ones(16)
+    config = tilewright.configs.ShortConvTpuForward(64, 128)
+    with pytest.raises(
+        TypeError, match=r"is not a config that rms_norm takes; configs: NormTpuForward for 'pallas_tpu'"
+    ):
+        rms_norm(x, w, config=config)
+    with pytest.raises(TypeError, match=r"is not a config that implementation='xla' of rms_norm takes"):
+        rms_norm(x, w, implementation="xla", config=NormTpuForward(64))
 
 
 @pytest.mark.parametrize("op", [rms_norm, layer_norm, gated_rms_norm])

@@ -1,6 +1,7 @@
 """apply_rope: the contract, and what is its own: exact angles, layouts, scalings, inverses, tables, errors."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,11 @@ every_implementation = pytest.mark.parametrize("implementation", ["xla", "refere
 
 class TestContract(OpContract):
     op_name = "apply_rope"
+    tokens = ("x", "positions", "out")
+
+    def chained(self, run: Callable, arrays: dict) -> tuple:
+        """The positions say where the second part continues."""
+        return self.joined([self.named(run(self.cut(arrays, part))) for part in (slice(0, 9), slice(9, None))])
 
 
 def draw(shape=(2, 7, 3, 16), dtype="float32", seed: int = 0):

@@ -9,20 +9,29 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
-from tests.ops.contract import OpContract, able_to_run
+from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import short_conv, short_conv_step
+from tilewright.configs import ShortConvTpuBackward, ShortConvTpuForward
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
 from tilewright.ops.short_conv.cases import _case
-from tilewright.ops.short_conv.config import PallasTpuConfig
 from tilewright.workbench.check import CaseCheck
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = implementations(*IMPLEMENTATIONS)
 
 
 class TestContract(OpContract):
     op_name = "short_conv"
+    property_case = _case("properties", 2, 75, 40, state=True, segments=True, activation="silu")
+    tokens = ("x", "segment_ids", "y")
+    state = ("initial_state", "final_state")
+    segments = "segment_ids"
+    segments_end_where_ids_change = True
+
+    def extreme(self, arrays: dict) -> dict:
+        """Sums whose sigmoid is 0 or 1 in float32, beside small ones."""
+        return arrays | {"x": arrays["x"].at[:, 3::7].multiply(1e4)}
 
 
 def draw(b: int = 2, t: int = 12, d: int = 6, width: int = 4, dtype: str = "float32"):
@@ -193,7 +202,7 @@ def test_weights_may_be_float32_and_their_gradients_are(implementation: str) -> 
     assert [g.dtype.name for g in gradients] == ["bfloat16", "float32", "float32"]
 
 
-# Ragged edges in time and channels, several tiles a block, every kind of filter; a v5p has two TensorCores a device.
+# Ragged edges in time and channels, several tiles per block, every kind of filter; a v5p has two TensorCores per device.
 @pytest.mark.parametrize(
     ("chip", "b", "t", "d", "width", "segments"),
     [
@@ -206,8 +215,9 @@ def test_any_shape_in_many_small_blocks(chip: str, b: int, t: int, d: int, width
     """What lies past the end of an array never reaches a result."""
     case = _case("drawn", b, t, d, width=width, state=True, segments=segments, activation="silu")
     held = CaseCheck(find_op("short_conv"), case, "float32", seed=t)
+    blocks = {"block_t": 96, "block_d": 128, "tile_t": 16}
     with tilewright.target(chip), able_to_run("pallas_tpu"):
-        results = held.check("pallas_tpu", config=PallasTpuConfig(block_t=96, block_d=128, tile_t=16))
+        results = held.check("pallas_tpu", config=(ShortConvTpuForward(**blocks), ShortConvTpuBackward(**blocks)))
     for result in results:
         assert result.verdict.ok, f"B={b} T={t} D={d} W={width} {result.quantity}: {result.verdict}"
 
@@ -282,30 +292,37 @@ def test_bad_input_to_a_step_is_named_with_its_remedy() -> None:
         short_conv_step(state[:, 1:], x[:, 0], w)
 
 
-def test_a_config_that_breaks_alignment_is_refused_when_built() -> None:
+@pytest.mark.parametrize("config", [ShortConvTpuForward, ShortConvTpuBackward])
+def test_a_config_that_breaks_alignment_is_refused_when_built(config) -> None:
     with pytest.raises(ValueError, match=r"block_t=24 must be a positive multiple of 16 \(sublanes .*; use 32, or"):
-        PallasTpuConfig(24, 128)
+        config(24, 128)
     with pytest.raises(ValueError, match=r"block_d=96 must be a positive multiple of 128 \(TPU lanes\); use 128, or"):
-        PallasTpuConfig(32, 96)
+        config(32, 96)
     with pytest.raises(ValueError, match=r"block_t=96 must be a multiple of tile_t=64, or less than it; use 128"):
-        PallasTpuConfig(96, 128)
+        config(96, 128)
+    with pytest.raises(ValueError, match=r"unroll=0 must be a positive integer; use 1"):
+        config(32, 128, unroll=0)
 
 
 def test_a_config_that_does_not_fit_memory_is_refused_before_the_compiler() -> None:
     x, w = jax.ShapeDtypeStruct((1, 8192, 8192), "bfloat16"), jax.ShapeDtypeStruct((4, 8192), "bfloat16")
     with tilewright.target("v5p"):
-        told = tilewright.explain(short_conv, x, w, implementation="pallas_tpu", config=PallasTpuConfig(4096, 4096))
-    assert "its forward kernel needs about 132 MiB of VMEM with" in str(told)
+        told = tilewright.explain(short_conv, x, w, implementation="pallas_tpu", config=ShortConvTpuForward(4096, 4096))
+    assert "its forward kernel needs about 131 MiB of VMEM for dtype=bfloat16 B=1 T=8192 D=8192 W=4 with" in str(told)
     assert "a v5p has 64; use a smaller block_t or block_d, or implementation='xla'" in str(told)
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "v7x"])
 @pytest.mark.parametrize(("t", "d", "itemsize"), [(1, 64, 2), (8192, 4096, 2), (8192, 16384, 4), (100_000, 1, 4)])
 def test_the_heuristic_fits_every_tpu(chip: str, t: int, d: int, itemsize: int) -> None:
-    known = Chip.named(chip)
-    config = PallasTpuConfig.for_shape(known, t, d, 8, itemsize, segments=True)
-    assert config.misfit(known, 8, itemsize, segments=True) is None
-    assert d <= 128 or -(-d // config.block_d) >= known.cores_per_device
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    x, w, ids = (jax.ShapeDtypeStruct(*given) for given in (((1, t, d), dtype), ((8, d), dtype), ((1, t), jnp.int32)))
+    with tilewright.target(chip):
+        told = tilewright.explain(short_conv, x, w, segment_ids=ids, implementation="pallas_tpu")
+    (decision,) = told.decisions
+    assert decision.backward.refusal is None
+    for config in decision.configs.values():
+        assert d <= 128 or -(-d // config.block_d) >= Chip.named(chip).cores_per_device
 
 
 def test_the_tpu_kernels_lower_without_a_tpu() -> None:

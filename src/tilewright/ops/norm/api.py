@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tilewright.core.arguments import FLOATING, shown
-from tilewright.core.dispatch import Op, register
-from tilewright.ops.norm.gradient import Norm
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.ops.norm.call import NormCall
 
 _ACTIVATIONS = ("silu", "sigmoid")
 _IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
@@ -26,8 +27,8 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Float[Array, "*tokens D"]:
     r"""RMS norm over the last axis.
 
@@ -36,18 +37,17 @@ def rms_norm(
     Args:
       x: [..., D], float32 or bfloat16. All arithmetic is in float32.
       w: [D], of x's dtype or float32. Its gradient has its dtype.
-      eps: added to the mean of the squares; a number, known when traced.
+      eps: a Python number, added to the mean of the squares.
       offset: added to w: 1.0 for models whose weights are kept around zero (Qwen3-Next, Gemma).
       implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
-      config: block sizes, a config of the implementation (tilewright.ops.norm.config).
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:
       y [..., D], of x's dtype.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     _validate(x, {"w": w}, eps, offset)
-    norm = Norm(eps=float(eps), offset=float(offset))
-    return _run(RMS_NORM, x, None, w, None, norm, implementation, config)
+    return _run(RMS_NORM, implementation, config, x=x, w=w, eps=eps, offset=offset)
 
 
 def layer_norm(
@@ -56,8 +56,8 @@ def layer_norm(
     bias: Float[Array, " D"] | None = None,
     *,
     eps: float = 1e-5,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Float[Array, "*tokens D"]:
     r"""Layer norm over the last axis.
 
@@ -67,9 +67,9 @@ def layer_norm(
       x: [..., D], float32 or bfloat16. All arithmetic is in float32.
       w: [D], of x's dtype or float32. Its gradient has its dtype.
       bias: [D], of x's dtype or float32, or None.
-      eps: added to the variance; a number, known when traced.
+      eps: a Python number, added to the variance.
       implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
-      config: block sizes, a config of the implementation (tilewright.ops.norm.config).
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:
       y [..., D], of x's dtype.
@@ -77,7 +77,7 @@ def layer_norm(
     x, w = jnp.asarray(x), jnp.asarray(w)
     bias = None if bias is None else jnp.asarray(bias)
     _validate(x, {"w": w, "bias": bias}, eps)
-    return _run(LAYER_NORM, x, None, w, bias, Norm(eps=float(eps), centered=True), implementation, config)
+    return _run(LAYER_NORM, implementation, config, x=x, w=w, bias=bias, eps=eps, centered=True)
 
 
 def gated_rms_norm(
@@ -87,8 +87,8 @@ def gated_rms_norm(
     *,
     activation: Literal["silu", "sigmoid"] = "silu",
     eps: float = 1e-6,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Float[Array, "*tokens D"]:
     r"""RMS norm over the last axis, times an activated gate: what comes after a linear attention head.
 
@@ -99,9 +99,9 @@ def gated_rms_norm(
       gate: of x's shape, and of its dtype or float32. It is not normalised.
       w: [D], of x's dtype or float32. Its gradient has its dtype.
       activation: "silu" (Qwen3-Next) or "sigmoid" (Kimi Linear).
-      eps: added to the mean of the squares; a number, known when traced.
+      eps: a Python number, added to the mean of the squares.
       implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
-      config: block sizes, a config of the implementation (tilewright.ops.norm.config).
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:
       y [..., D], of x's dtype.
@@ -116,22 +116,29 @@ def gated_rms_norm(
     _validate_dtype("gate", gate, x)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not an activation of gated_rms_norm; use 'silu' or 'sigmoid'")
-    return _run(GATED_RMS_NORM, x, gate, w, None, Norm(eps=float(eps), activation=activation), implementation, config)
+    return _run(GATED_RMS_NORM, implementation, config, x=x, gate=gate, w=w, eps=eps, activation=activation)
 
 
 def _run(
     op: Op,
+    implementation: ImplementationName | None,
+    config: Config | tuple[Config, ...] | None,
+    *,
     x: jax.Array,
-    gate: jax.Array | None,
     w: jax.Array,
-    bias: jax.Array | None,
-    norm: Norm,
-    implementation: str | None,
-    config: Any,
+    eps: float,
+    gate: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    offset: float = 0.0,
+    centered: bool = False,
+    activation: str | None = None,
 ) -> jax.Array:
     if x.size == 0:
         return x
-    return op.run((x, gate, w, bias), {"norm": norm}, implementation=implementation, config=config)
+    call = NormCall(
+        x=x, gate=gate, w=w, bias=bias, eps=float(eps), offset=float(offset), centered=centered, activation=activation
+    )
+    return op.run(call, implementation=implementation, config=config)
 
 
 def _validate(x: jax.Array, weights: dict[str, jax.Array | None], eps: Any, offset: Any = 0.0) -> None:

@@ -6,30 +6,33 @@ For a row x of D columns, with v = offset + w, a = act(gate) (1 without a gate) 
     g = dy a v        dx = r (g - mean(g) [if centered] - xhat mean(g xhat))
     dw = sum_rows dy a xhat        dbias = sum_rows dy a        dgate = dy (xhat v) act'(gate)
 
-Floor: some 10 to 30 FLOPs an element, so memory is what bounds it. Forward: x and gate read and y written once. Backward:
-x, gate and dy read, dx and dgate written once. Both kernels move these bytes and no others of that size: w, and the sums
-for dw and dbias, stay in VMEM.
+Floor: some 10 to 30 FLOPs an element, so memory is what bounds it. Forward: x and gate read and y written once.
+Backward:
+x, gate and dy read, dx and dgate written once. Both kernels move these bytes and no others of that size: w, and the
+sums for dw and dbias, stay in VMEM.
 
-The statistics are made anew in the backward. It reads x anyway, so that costs no byte. To keep r would cost the forward a
-write and the backward a read of 4 bytes a row at best; as [N, 1] it is padded to 512 bytes a row, four times the 128
-columns of a bfloat16 head.
+The statistics are recomputed in the backward. It reads x anyway, so that costs no byte. To keep r would cost the
+forward a write and the backward a read of 4 bytes a row at best; as [N, 1] it is padded to 512 bytes a row, four times
+the 128 columns of a bfloat16 head.
 
 Blocking: a block is block_n whole rows; a loop inside takes tile_n of them at a time. A tile goes by twice (centered:
-thrice), in chunks of columns: once to sum, once to use the sums. Chunks are loaded again rather than kept: a wide tile does
-not fit the registers, and a load is cheaper than a spill. A tile of one chunk stays in registers. Forward: grid (num_n,),
-in parallel. Backward: grid (parts, steps): a part is a run of blocks whose sums stay in VMEM, so its steps go in order; the
-parts go in parallel, one for each TensorCore. Sums over rows are kept per sublane, [8, D], and joined after the kernel.
+thrice), in chunks of columns: once to sum, once to use the sums. Chunks are loaded again rather than kept: a wide tile
+does not fit the registers, and a load is cheaper than a spill. A tile of one chunk stays in registers. Forward: grid
+(num_n,), in parallel. Backward: grid (parts, steps): a part is a run of blocks whose sums stay in VMEM, so its steps go
+in order; the parts go in parallel, one for each TensorCore. Sums over rows are kept per sublane, [8, D], and joined
+after the kernel.
 
-Narrow rows: D=64 and D=32 would leave the rest of 128 lanes empty, in HBM too, where an array [N, 64] takes the bytes of
-[N, 128]. So heads lie side by side: [..., H, D] is seen as [N, H D], as the projection before it made it, where H D is a
-multiple of 128; else as [N D / 128, 128], where that is whole; and only else as [N, D]. Each group of D lanes then has
-sums of its own, by a masked reduction for each group.
+Narrow rows: D=64 and D=32 would leave the rest of 128 lanes empty, in HBM too, where an array [N, 64] takes the bytes
+of [N, 128]. So heads lie side by side: [..., H, D] is seen as [N, H D], as the projection before it made it, where H D
+is a multiple of 128; else as [N D / 128, 128], where that is whole; and only else as [N, D]. Each group of D lanes then
+has sums of its own, by a masked reduction for each group.
 
-Limits: rows are whole in a block, so VMEM bounds D; `unsupported_reason` says where. Any N and D: what a block holds past
-the last row is not defined, may be NaN, and never reaches a result: it is not written, and masked in the sums over rows.
+Limits: rows are whole in a block, so VMEM bounds D; `unsupported_reason` says where. Any N and D: what a block holds
+past the last row is not defined, may be NaN, and never reaches a result: it is not written, and masked in the sums over
+rows.
 
-Numerics: everything in float32; y, dx and dgate rounded once to their dtypes, dw and dbias once after their last sum. The
-variance of a layer norm is the mean of squares about the mean, not the difference of two means.
+Numerics: everything in float32; y, dx and dgate rounded once to their dtypes, dw and dbias once after their last sum.
+The variance of a layer norm is the mean of squares about the mean, not the difference of two means.
 """
 
 import functools
@@ -40,43 +43,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
 
-from tilewright.core.chip import LANES, SUBLANES, Chip
-from tilewright.core.dispatch import Launch
-from tilewright.core.manual_axes import output_like
-from tilewright.core.target import tpu_interpret_params
-from tilewright.ops.norm.config import PallasTpuConfig
-from tilewright.ops.norm.gradient import Norm, with_gradient
-
-Config = PallasTpuConfig
-X = Float[Array, "*tokens D"]
-Weights = Float[Array, " D"]
+from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
+from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.ops.norm.call import NormCall
+from tilewright.ops.norm.config import NormTpuBackward, NormTpuForward
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
 
 _CHUNK = 4 * LANES  # Columns of a wide row that are taken at a time.
 _NARROW = (32, 64)  # Widths of which several share the lanes.
 _WIDEST_SHARED_ROW = 16384
 
+# Block sizes to choose from, largest first. At 1 MiB the copy of a block outweighs the fixed cost of a grid step; that
+# is a guess # until it is timed on a chip.
+_ROWS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
+_BLOCK_BYTES = 1 * MIB
+_TILE_ELEMENTS = 32768  # 32 registers of float32, of the 64 there are.
+_VMEM_SHARE = 0.75  # The compiler needs VMEM for spills and for values that live between passes.
+_FLOAT32_BYTES = 4
 
-def default_config(
-    chip: Chip, x: X, gate: X | None, w: Weights, bias: Weights | None, *, norm: Norm
-) -> PallasTpuConfig:
-    del w, bias, norm
-    return PallasTpuConfig.for_shape(chip, *_rows_shape(x.shape), x.dtype.itemsize, _itemsize(gate))
+
+def _choose(kind: Any, chip: Chip, call: NormCall, *, memory: Callable[[NormCall, Launch], Any]) -> Any:
+    """The largest block that is worth its size and whose kernels fit the chip's VMEM; the smallest if none does."""
+    n, columns = _rows_shape(call.x.shape)
+    padded = -(-columns // LANES) * LANES
+    tile_n = next((size for size in _ROWS if size * padded <= _TILE_ELEMENTS), ROW_TILE)
+    for block_n in _ROWS:
+        config = kind(block_n, min(tile_n, block_n))
+        needed = max(memory(call, Launch(chip, config, None)).values())
+        worth = block_n < n + ROW_TILE and block_n * padded * call.x.dtype.itemsize <= _BLOCK_BYTES
+        if worth and needed <= _VMEM_SHARE * (chip.vmem_bytes or 0):
+            return config
+    return kind(_ROWS[-1])
 
 
-def unsupported_reason(
-    launch: Launch, x: X, gate: X | None, w: Weights, bias: Weights | None, *, norm: Norm
-) -> str | None:
-    del w, bias, norm
-    if x.dtype == jnp.float64:
+def _unsupported_reason(call: NormCall, launch: Launch) -> str | None:
+    if call.x.dtype == jnp.float64:
         return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
-    return launch.config.misfit(launch.chip, _rows_shape(x.shape)[1], x.dtype.itemsize, _itemsize(gate))
-
-
-def _itemsize(array: Any) -> int:
-    return 0 if array is None else array.dtype.itemsize
+    return None
 
 
 def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -151,6 +155,7 @@ def _once(load: Callable[[slice], Any], span: list[slice]) -> Callable[[slice], 
 
 
 def _forward_kernel(
+    *,
     # inputs
     x_ref,  # [block_n, C], where C is D, or several D
     gate_ref,  # [block_n, C], or None
@@ -158,29 +163,30 @@ def _forward_kernel(
     bias_ref,  # [1, D or LANES], or None
     # outputs
     y_ref,  # [block_n, C]
-    *,
-    d: int,
+    # static
+    call: NormCall,
     tile_n: int,
-    norm: Norm,
 ):
+    d = call.x.shape[-1]
+
     def tile(first: jax.Array) -> None:
         rows = pl.ds(first, tile_n)
         for span in _spans(x_ref.shape[1], d):
             load = _once(lambda columns: x_ref[rows, columns].astype(jnp.float32), span)  # [tile_n, chunk]
-            mean = _row_mean([load(columns) for columns in span], d) if norm.centered else None
+            mean = _row_mean([load(columns) for columns in span], d) if call.centered else None
 
             def centred(columns: slice, load=load, mean=mean) -> jax.Array:
                 return load(columns) if mean is None else load(columns) - mean
 
-            scale = jax.lax.rsqrt(_row_mean([jnp.square(centred(columns)) for columns in span], d) + norm.eps)
+            scale = jax.lax.rsqrt(_row_mean([jnp.square(centred(columns)) for columns in span], d) + call.eps)
             for columns in span:
                 of_weights = _weight_columns(columns, w_ref.shape[1])
-                w = w_ref[:, of_weights].astype(jnp.float32) + norm.offset  # [1, chunk]
+                w = w_ref[:, of_weights].astype(jnp.float32) + call.offset  # [1, chunk]
                 y = centred(columns) * scale * w
                 if bias_ref is not None:
                     y = y + bias_ref[:, of_weights].astype(jnp.float32)
                 if gate_ref is not None:
-                    y = y * _activated(gate_ref[rows, columns].astype(jnp.float32), norm.activation)[0]
+                    y = y * _activated(gate_ref[rows, columns].astype(jnp.float32), call.activation)[0]
                 y_ref[rows, columns] = y.astype(y_ref.dtype)
 
     _for_row_tiles(x_ref.shape[0], tile_n, tile)
@@ -193,45 +199,71 @@ def _weight_row(weights: jax.Array | None, d: int, columns: int) -> jax.Array | 
     return jnp.tile(weights, LANES // d)[None, :]
 
 
-def _forward(
-    x: jax.Array, gate: jax.Array | None, w: jax.Array, bias: jax.Array | None, norm: Norm, launch: Launch
-) -> jax.Array:
-    (n, columns), d, config = _rows_shape(x.shape), x.shape[-1], launch.config
-    block_n = config.block_n
-    block_of_rows = pl.BlockSpec((block_n, columns), lambda i: (i, 0))
-    w_row, bias_row = (_weight_row(weights, d, columns) for weights in (w, bias))
-    assert w_row is not None
-    whole = pl.BlockSpec(w_row.shape, lambda i: (0, 0))
-    y = pl.pallas_call(
-        functools.partial(_forward_kernel, d=d, tile_n=min(config.tile_n, block_n), norm=norm),
-        out_shape=output_like((n, columns), x.dtype, x),
-        grid=(pl.cdiv(n, block_n),),
-        in_specs=[
-            block_of_rows,
-            None if gate is None else block_of_rows,
-            whole,
-            None if bias is None else whole,
-        ],
-        out_specs=block_of_rows,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=launch.chip.vmem_bytes
-        ),
-        cost_estimate=pl.CostEstimate(
+def _name(call: NormCall) -> str:
+    return "layer_norm" if call.centered else "gated_rms_norm" if call.activation else "rms_norm"
+
+
+def _forward_declaration(call: NormCall, config: NormTpuForward) -> Kernel:
+    (n, columns), d = _rows_shape(call.x.shape), call.x.shape[-1]
+    width = d if columns == d else LANES
+
+    def rows(dtype: Any) -> Block:
+        return Block((config.block_n, columns), dtype, lambda i: (i, 0))
+
+    def weights(array: Any) -> Block | None:
+        return None if array is None else Block((1, width), array.dtype, lambda i: (0, 0))
+
+    return Kernel(
+        name=f"{_name(call)}_forward",
+        grid={"row": Axis(pl.cdiv(n, config.block_n), "parallel")},
+        inputs={
+            "x": rows(call.x.dtype),
+            "gate": None if call.gate is None else rows(call.gate.dtype),
+            "w": weights(call.w),
+            "bias": weights(call.bias),
+        },
+        outputs={"y": Output((n, columns), rows(call.x.dtype))},
+    )
+
+
+def _tile_bytes(call: NormCall, config: NormTpuForward | NormTpuBackward) -> int:
+    """A tile of a block in float32, which the compiler keeps in VMEM between passes."""
+    columns = -(-_rows_shape(call.x.shape)[1] // LANES) * LANES
+    return min(config.tile_n, config.block_n) * columns * _FLOAT32_BYTES
+
+
+def _forward_memory(call: NormCall, launch: Launch) -> dict[str, int]:
+    tile = _tile_bytes(call, launch.config)
+    return {"forward": _forward_declaration(call, launch.config).vmem_bytes(temporaries=tile)}
+
+
+def _as_rows(array: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    return None if array is None else array.reshape(shape)
+
+
+def _forward(call: NormCall, launch: Launch, *, save: bool) -> tuple[jax.Array, None]:
+    x, shape, d, config = call.x, _rows_shape(call.x.shape), call.x.shape[-1], launch.config
+    gate_bytes = 0 if call.gate is None else call.gate.dtype.itemsize
+    outputs = _forward_declaration(call, config).run(
+        functools.partial(_forward_kernel, call=call, tile_n=min(config.tile_n, config.block_n)),
+        {
+            "x": _as_rows(x, shape),
+            "gate": _as_rows(call.gate, shape),
+            "w": _weight_row(call.w, d, shape[1]),
+            "bias": _weight_row(call.bias, d, shape[1]),
+        },
+        chip=launch.chip,
+        cost=pl.CostEstimate(
             flops=8 * x.size,
-            transcendentals=x.size // d + (0 if gate is None else x.size),
-            bytes_accessed=x.size * (2 * x.dtype.itemsize + _itemsize(gate)),
+            transcendentals=x.size // d + (0 if call.gate is None else x.size),
+            bytes_accessed=x.size * (2 * x.dtype.itemsize + gate_bytes),
         ),
-        interpret=tpu_interpret_params(launch.interpret),
-        name=f"{_name(norm)}_forward",
-    )(x.reshape(n, columns), None if gate is None else gate.reshape(n, columns), w_row, bias_row)
-    return y.reshape(x.shape)
-
-
-def _name(norm: Norm) -> str:
-    return "layer_norm" if norm.centered else "gated_rms_norm" if norm.activation else "rms_norm"
+    )
+    return outputs["y"].reshape(x.shape), None
 
 
 def _backward_kernel(
+    *,
     # inputs
     x_ref,  # [block_n, C], where C is D, or several D
     gate_ref,  # [block_n, C], or None
@@ -242,13 +274,13 @@ def _backward_kernel(
     d_gate_ref,  # [block_n, C], or None
     dw_ref,  # [SUBLANES, D or LANES] float32, of this part; it stays in VMEM from the part's first step to its last
     d_bias_ref,  # [SUBLANES, D or LANES] float32, or None
-    *,
-    d: int,
+    # static
+    call: NormCall,
     num_rows: int,
     masked: bool,
     tile_n: int,
-    norm: Norm,
 ):
+    d = call.x.shape[-1]
     part, step = pl.program_id(0), pl.program_id(1)
     block_n = x_ref.shape[0]
     first_row = (part * pl.num_programs(1) + step) * block_n
@@ -275,15 +307,15 @@ def _backward_kernel(
             x = x_ref[rows, columns].astype(jnp.float32)
             dy = dy_ref[rows, columns].astype(jnp.float32)
             activated = slope = None
-            w = w_ref[:, _weight_columns(columns, w_ref.shape[1])].astype(jnp.float32) + norm.offset  # [1, chunk]
+            w = w_ref[:, _weight_columns(columns, w_ref.shape[1])].astype(jnp.float32) + call.offset  # [1, chunk]
             if gate_ref is not None:
-                activated, slope = _activated(gate_ref[rows, columns].astype(jnp.float32), norm.activation)
+                activated, slope = _activated(gate_ref[rows, columns].astype(jnp.float32), call.activation)
             d_scaled = dy if activated is None else dy * activated
             return x, dy, slope, w, d_scaled, d_scaled * w
 
         for span in _spans(x_ref.shape[1], d):
             loaded = _once(load, span)
-            mean = _row_mean([loaded(columns)[0] for columns in span], d) if norm.centered else None
+            mean = _row_mean([loaded(columns)[0] for columns in span], d) if call.centered else None
 
             def centred(columns: slice, loaded=loaded, mean=mean) -> Any:
                 x, *others, g = loaded(columns)
@@ -295,9 +327,9 @@ def _backward_kernel(
                 squares.append(jnp.square(x))
                 products.append(g * x)
                 gradients.append(g)
-            scale = jax.lax.rsqrt(_row_mean(squares, d) + norm.eps)
+            scale = jax.lax.rsqrt(_row_mean(squares, d) + call.eps)
             along = scale * (scale * (scale * _row_mean(products, d)))
-            level = scale * _row_mean(gradients, d) if norm.centered else None
+            level = scale * _row_mean(gradients, d) if call.centered else None
             for columns in span:
                 x, dy, slope, w, d_scaled, g = centred(columns)
                 dx = scale * g - along * x
@@ -313,89 +345,99 @@ def _backward_kernel(
     _for_row_tiles(block_n, tile_n, tile)
 
 
-def _backward(
-    x: jax.Array,
-    gate: jax.Array | None,
-    w: jax.Array,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    norm: Norm,
-    launch: Launch,
-) -> tuple[Any, Any, Any, Any]:
-    (n, columns), d, config = _rows_shape(x.shape), x.shape[-1], launch.config
-    block_n = config.block_n
-    num_n = pl.cdiv(n, block_n)
+def _parts(call: NormCall, launch: Launch) -> tuple[int, int]:
+    """The parts of the backward's grid, each with at least one block, and the steps of each."""
+    num_n = pl.cdiv(_rows_shape(call.x.shape)[0], launch.config.block_n)
     steps = pl.cdiv(num_n, launch.chip.cores_per_device)
-    parts = pl.cdiv(num_n, steps)  # Each has a block at least.
-    w_row = _weight_row(w, d, columns)
-    assert w_row is not None
+    return pl.cdiv(num_n, steps), steps
 
-    def rows(part: Any, step: Any) -> tuple[Any, Any]:
-        # Where the parts do not divide the blocks, the last part ends with its last block again: its dx is the same once
-        # more, and for dw every row of it is past the end.
-        return jnp.minimum(part * steps + step, num_n - 1), 0
 
-    block_of_rows = pl.BlockSpec((block_n, columns), rows)
-    sums = pl.BlockSpec((None, SUBLANES, w_row.shape[1]), lambda part, step: (part, 0, 0))
-    sums_shape = output_like((parts, SUBLANES, w_row.shape[1]), jnp.float32, x)
-    dx, d_gate, dw, d_bias = pl.pallas_call(
-        functools.partial(
-            _backward_kernel,
-            d=d,
-            num_rows=n,
-            masked=parts * steps * block_n != n,
-            tile_n=min(config.tile_n, block_n),
-            norm=norm,
-        ),
-        out_shape=(
-            output_like((n, columns), x.dtype, x),
-            None if gate is None else output_like((n, columns), gate.dtype, x),
-            sums_shape,
-            None if bias is None else sums_shape,
-        ),
-        grid=(parts, steps),
-        in_specs=[
-            block_of_rows,
-            None if gate is None else block_of_rows,
-            pl.BlockSpec(w_row.shape, lambda part, step: (0, 0)),
-            block_of_rows,
-        ],
-        out_specs=(
-            block_of_rows,
-            None if gate is None else block_of_rows,
-            sums,
-            None if bias is None else sums,
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=launch.chip.vmem_bytes
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=20 * x.size,
-            transcendentals=x.size // d + (0 if gate is None else x.size),
-            bytes_accessed=x.size * (3 * x.dtype.itemsize + 2 * _itemsize(gate)),
-        ),
-        interpret=tpu_interpret_params(launch.interpret),
-        name=f"{_name(norm)}_backward",
-    )(x.reshape(n, columns), None if gate is None else gate.reshape(n, columns), w_row, dy.reshape(n, columns))
+def _backward_declaration(call: NormCall, launch: Launch) -> Kernel:
+    (n, columns), d, block_n = _rows_shape(call.x.shape), call.x.shape[-1], launch.config.block_n
+    parts, steps = _parts(call, launch)
+    num_n, width = pl.cdiv(n, block_n), d if columns == d else LANES
 
-    def over_rows(sums: jax.Array | None, weights: jax.Array | None) -> jax.Array | None:
-        if sums is None or weights is None:
-            return None
-        return jnp.sum(sums.reshape(-1, d), axis=0).astype(weights.dtype)
+    def rows(dtype: Any) -> Block:
+        # Where the parts do not divide the blocks, the last part repeats its last block: that writes the same dx again,
+        # and for dw # every row of it is past the end.
+        return Block((block_n, columns), dtype, lambda part, step: (jnp.minimum(part * steps + step, num_n - 1), 0))
 
-    return (
-        dx.reshape(x.shape),
-        None if gate is None else d_gate.reshape(x.shape),
-        over_rows(dw, w),
-        over_rows(d_bias, bias),
+    sums = Output(
+        (parts, SUBLANES, width), Block((None, SUBLANES, width), jnp.float32, lambda part, step: (part, 0, 0))
+    )
+    return Kernel(
+        name=f"{_name(call)}_backward",
+        grid={"part": Axis(parts, "parallel"), "step": Axis(steps)},
+        inputs={
+            "x": rows(call.x.dtype),
+            "gate": None if call.gate is None else rows(call.gate.dtype),
+            "w": Block((1, width), call.w.dtype, lambda part, step: (0, 0)),
+            "dy": rows(call.x.dtype),
+        },
+        outputs={
+            "dx": Output((n, columns), rows(call.x.dtype)),
+            "d_gate": None if call.gate is None else Output((n, columns), rows(call.gate.dtype)),
+            "dw": sums,
+            "d_bias": None if call.bias is None else sums,
+        },
     )
 
 
-_with_gradient = with_gradient(_forward, _backward)
+def _backward_memory(call: NormCall, launch: Launch) -> dict[str, int]:
+    tiles = 2 * _tile_bytes(call, launch.config)
+    return {"backward": _backward_declaration(call, launch).vmem_bytes(temporaries=tiles)}
 
 
-def _norm(x: X, gate: X | None, w: Weights, bias: Weights | None, *, norm: Norm, launch: Launch) -> X:
-    return _with_gradient(x, gate, w, bias, norm, launch)
+def _backward(call: NormCall, saved: None, dy: jax.Array, launch: Launch) -> NormCall:
+    x, shape, d, config = call.x, _rows_shape(call.x.shape), call.x.shape[-1], launch.config
+    parts, steps = _parts(call, launch)
+    gate_bytes = 0 if call.gate is None else call.gate.dtype.itemsize
+    body = functools.partial(
+        _backward_kernel,
+        call=call,
+        num_rows=shape[0],
+        masked=parts * steps * config.block_n != shape[0],
+        tile_n=min(config.tile_n, config.block_n),
+    )
+    outputs = _backward_declaration(call, launch).run(
+        body,
+        {
+            "x": _as_rows(x, shape),
+            "gate": _as_rows(call.gate, shape),
+            "w": _weight_row(call.w, d, shape[1]),
+            "dy": _as_rows(dy, shape),
+        },
+        chip=launch.chip,
+        cost=pl.CostEstimate(
+            flops=20 * x.size,
+            transcendentals=x.size // d + (0 if call.gate is None else x.size),
+            bytes_accessed=x.size * (3 * x.dtype.itemsize + 2 * gate_bytes),
+        ),
+    )
+
+    def over_rows(sums: jax.Array | None) -> jax.Array | None:
+        return None if sums is None else jnp.sum(sums.reshape(-1, d), axis=0)
+
+    return call.gradients(
+        x=outputs["dx"].reshape(x.shape),
+        gate=_as_rows(outputs["d_gate"], x.shape),
+        w=over_rows(outputs["dw"]),
+        bias=over_rows(outputs["d_bias"]),
+    )
 
 
-rms_norm_pallas_tpu = layer_norm_pallas_tpu = gated_rms_norm_pallas_tpu = _norm
+def _pass(run: Any, config: Any, memory: Any) -> Pass:
+    return Pass(
+        run=run,
+        config=config,
+        heuristic=functools.partial(_choose, config, memory=memory),
+        unsupported_reason=_unsupported_reason,
+        memory=memory,
+        memory_fields="a smaller block_n",
+    )
+
+
+IMPLEMENTATION = Implementation(
+    forward=_pass(_forward, NormTpuForward, _forward_memory),
+    backward=_pass(_backward, NormTpuBackward, _backward_memory),
+)

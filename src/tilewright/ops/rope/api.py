@@ -9,8 +9,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, shown
-from tilewright.core.dispatch import Op, register
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
+from tilewright.ops.rope.call import RopeCall
 from tilewright.ops.rope.frequencies import (
     Linear,
     Llama3,
@@ -40,16 +42,16 @@ def rope_tables(
 ) -> tuple[Float[Array, "*B T R"], Float[Array, "*B T R"]]:
     """Cosines and sines of every pair at every position, for `apply_rope(x, tables=...)`.
 
-    The angle of pair i at position p is p f_i, f_i = theta ** (-2 i / rotary_dim), stretched by `scaling`. Angles are right
-    to float32 at any int32 position: whole turns are dropped before anything is rounded. A plain float32 product is
-    off by 0.03 radians at a position of 1,000,000.
+    The angle of pair i at position p is p f_i, with f_i = theta ** (-2 i / rotary_dim), stretched by `scaling`. Angles are
+    accurate to float32 at any int32 position: whole turns are dropped before anything is rounded. A plain float32 product
+    is off by 0.03 radians at a position of 1,000,000.
 
     Args:
-      positions: [..., T] integers. A negative one turns the other way.
-      rotary_dim: the width that is rotated; even.
+      positions: [..., T] integers. Negative ones rotate the other way.
+      rotary_dim: how many features are rotated; even.
       theta: the base of the frequencies.
       scaling: `Linear`, `Llama3` or `Yarn`, or None. YaRN's attention factor is in the tables.
-      dtype: float32, or float64 where that is enabled.
+      dtype: float32, or float64 where JAX has it enabled.
 
     Returns:
       (cos, sin), each [..., T, rotary_dim / 2].
@@ -99,10 +101,10 @@ def apply_rope(
     rotary_dim: int | None = None,
     layout: Literal["half", "interleaved"] = "half",
     inverse: bool = False,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> Float[Array, "*B T H D"]:
-    r"""Rotate pairs of each head's features by angles that grow with the position.
+    r"""Rotates pairs of each head's features by angles that grow with the position.
 
     For pair i of the token at position p, with the angle a = p f_i (see `rope_tables`),
 
@@ -112,15 +114,15 @@ def apply_rope(
 
     Args:
       x: queries or keys [B, T, H, D], or [T, H, D]; float32 or bfloat16.
-      positions: [B, T] or [T] integers; 0, 1, 2, ... unless told.
-      tables: (cos, sin) of `rope_tables`, made once and used by every layer. Then positions, theta and scaling are theirs.
+      positions: [B, T] or [T] integers; defaults to 0, 1, 2, ...
+      tables: (cos, sin) of `rope_tables`, made once and used by every layer, in place of positions, theta and scaling.
       theta: the base of the frequencies.
       scaling: `Linear`, `Llama3` or `Yarn`, or None.
-      rotary_dim: how many features of a head are rotated, the first ones; D unless told. The others pass as they are.
+      rotary_dim: how many features of a head are rotated, the first ones; defaults to D. The others stay as they are.
       layout: which features make a pair.
-      inverse: undo the rotation, and YaRN's factor with it.
+      inverse: undoes the rotation, and YaRN's factor with it.
       implementation: "xla" or "reference"; None takes the best that this device can run.
-      config: none of the implementations has block sizes.
+      config: None; no implementation has block sizes to choose.
 
     Returns:
       [B, T, H, D] of x's dtype. Gradients flow to x.
@@ -149,7 +151,8 @@ def apply_rope(
         cos, sin = cos / square, -sin / square
     if x.size == 0:
         return x[0] if unbatched else x
-    out = OP.run((x, cos, sin), {"layout": layout}, implementation=implementation, config=config)
+    call = RopeCall(x=x, cos=cos, sin=sin, layout=layout)
+    out = OP.run(call, implementation=implementation, config=config)
     return out[0] if unbatched else out
 
 
@@ -192,5 +195,5 @@ def _check_rotary_dim(name: str, value: Any) -> None:
 
 
 def _lift(row: Any, positions: jax.Array, dtype: Any) -> jax.Array:
-    """A row [pairs] with an axis of one for each axis of the positions."""
+    """A row [pairs], with one leading axis of size 1 per axis of the positions."""
     return jnp.asarray(row, dtype).reshape((1,) * positions.ndim + (-1,))

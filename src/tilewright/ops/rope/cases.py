@@ -19,7 +19,7 @@ def _positions(most: int):
 def _case(
     name: str, b: int, t: int, h: int, d: int, *, most: int | None = None, small: bool = False, **options: Any
 ) -> Case:
-    """A case, with positions drawn below `most`, or 0, 1, 2, ... A rotation is 3 FLOPs a feature."""
+    """A case with positions drawn below `most`, or 0, 1, 2, ... A rotation is 3 FLOPs per feature."""
     inputs = {"x": Input((b, t, h, d))}
     if most is not None:
         inputs["positions"] = Input((b, t), _positions(most), dtype="int32", differentiable=False)

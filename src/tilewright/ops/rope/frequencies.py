@@ -1,4 +1,4 @@
-"""The frequencies of a rotary embedding, and how long contexts stretch them. Numpy, in float64, when traced."""
+"""The frequencies of a rotary embedding, and how they are scaled for long contexts. Numpy in float64, at trace time."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between them."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones unchanged, with a ramp between them."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -38,8 +38,8 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: frequencies that turn more than `beta_fast` times within the original context are kept, those that turn less
-    than `beta_slow` times are divided by `factor`, a ramp between them; the rotated part is scaled by `attention_factor`.
+    """YaRN: frequencies that turn more than `beta_fast` times within the original context stay, those that turn less than
+    `beta_slow` times are divided by `factor`, with a ramp between them. The rotated part is scaled by `attention_factor`.
     """
 
     factor: float
@@ -47,7 +47,7 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """0.1 log(factor) + 1 unless told."""
+    """Defaults to 0.1 log(factor) + 1."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "factor", "original_max_position", "beta_fast", "beta_slow")
@@ -72,7 +72,7 @@ def _check_positive(scaling: object, *names: str) -> None:
 
 
 def attention_factor(scaling: Scaling | None) -> float:
-    """What the rotated part is multiplied by."""
+    """The factor that the rotated part is multiplied by."""
     if not isinstance(scaling, Yarn):
         return 1.0
     if scaling.attention_factor is not None:
@@ -82,7 +82,7 @@ def attention_factor(scaling: Scaling | None) -> float:
 
 @functools.lru_cache(maxsize=64)
 def frequencies(rotary_dim: int, theta: float, scaling: Scaling | None) -> np.ndarray:
-    """Radians a position for each pair, [rotary_dim / 2] float64."""
+    """Radians per position for each pair, [rotary_dim / 2] float64."""
     plain = theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if isinstance(scaling, Linear):
         return plain / scaling.factor
@@ -104,7 +104,7 @@ def frequencies(rotary_dim: int, theta: float, scaling: Scaling | None) -> np.nd
     return plain
 
 
-# A position is cut into digits of 12 bits, and a frequency, in turns, into a part of 12 bits and the rest. A digit times
+# A position is split into digits of 12 bits, and a frequency, in turns, into a part of 12 bits and the rest. A digit times
 # such a part is exact in float32, so its whole turns can be dropped without loss; the rest is small.
 _DIGIT_BITS = 12
 _DIGITS = 3
@@ -112,12 +112,12 @@ _DIGITS = 3
 
 @functools.lru_cache(maxsize=64)
 def turns_by_digit(rotary_dim: int, theta: float, scaling: Scaling | None) -> tuple[np.ndarray, np.ndarray]:
-    """For each digit of a position, its frequencies in turns: the exact part and the rest, [digits, pairs] float32."""
+    """The frequencies of each digit of a position, in turns: the exact part and the rest, [digits, pairs] float32."""
     turns = frequencies(rotary_dim, theta, scaling) / (2 * math.pi)
     coarse, rest = [], []
     for digit in range(_DIGITS):
-        # A whole turn of a digit's unit changes nothing, so only the fraction is kept. 2^24 f is exact in float64's bits
-        # to 2^-29 of a turn.
+        # Whole turns of a digit's unit change nothing, so only the fraction is kept. In float64, 2^24 f is exact to 2^-29
+        # of a turn.
         fraction = np.mod(turns * 2.0 ** (_DIGIT_BITS * digit), 1.0)
         exact = np.round(fraction * 2**_DIGIT_BITS) / 2**_DIGIT_BITS
         coarse.append(exact)

@@ -1,1 +1,1 @@
-"""A short causal convolution over time, a filter for each channel. The public functions are in `api`."""
+"""A short causal convolution over time, with one filter per channel. The public functions are in `api`."""

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, shown
-from tilewright.core.dispatch import Op, register
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
+from tilewright.ops.short_conv.call import ShortConvCall
 
 MIN_WIDTH, MAX_WIDTH = 2, 8
 _ACTIVATIONS = (None, "silu")
@@ -32,34 +34,37 @@ def short_conv(
     activation: Activation = None,
     initial_state: Float[Array, "*B W-1 D"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
-    implementation: str | None = None,
-    config: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[Float[Array, "*B T D"], Float[Array, "*B W-1 D"]]:
-    r"""A depthwise causal convolution over time, with bias and activation, and the state to go on from.
+    r"""A depthwise causal convolution over time, with bias and activation, and the state that the next call starts
+    from.
 
     For each token t and channel d
 
         y_td = act(bias_d + sum_{i=0}^{W-1} w_id x_{t-(W-1)+i, d})
 
-    so w[W-1] multiplies the token itself and w[0] the oldest. What comes before the first token is `initial_state`, or 0.
+    so w[W-1] multiplies the token itself and w[0] the oldest. Before the first token comes `initial_state`, or zeros.
 
     Args:
-      x: [B, T, D], or [T, D] without a batch; float32 or bfloat16. Any T, 0 too.
+      x: [B, T, D], or [T, D] without a batch; float32 or bfloat16. T may be anything, including 0.
       w: [W, D], 2 <= W <= 8, of x's dtype or float32. Its gradient has its dtype.
       bias: [D], of x's dtype or float32, or None.
       activation: None or "silu".
       initial_state: [B, W-1, D] of x's dtype: the W-1 inputs before the first token, oldest first; None for zeros.
-      segment_ids: [B, T] integers, for several sequences in a row. No tap reaches over a change of id, not even to an
-        equal id behind it. `initial_state` belongs to the first token's segment. A change is seen inside a call only.
+      segment_ids: [B, T] integers, for several sequences packed into a row. No tap reaches across a change of id, not
+      even
+        to an equal id before it. `initial_state` belongs to the first token's segment. Only changes inside a call are
+        seen.
       implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
-      config: block sizes, a config of the implementation (tilewright.ops.short_conv.config).
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:
-      y [B, T, D] and final_state [B, W-1, D], both of x's dtype. final_state holds the last W-1 inputs, oldest first; where
-      T < W-1 it begins with the end of initial_state. With segment_ids it holds inputs of the last token's segment only,
-      and zeros before them. Given to the next call as its initial_state, the two calls are one long call. With segment_ids
-      that holds where the second call goes on with the last segment of the first; where it begins another one, pass None
-      (or, a row at a time, `jnp.where(same[:, None, None], final_state, 0)`).
+      y [B, T, D] and final_state [B, W-1, D], both of x's dtype. final_state holds the last W-1 inputs, oldest first;
+      where T < W-1 it begins with the end of initial_state. With segment_ids it holds inputs of the last token's
+      segment only, and zeros before them. Where the next call takes it as its initial_state, the two calls equal one
+      long call. With segment_ids that holds where the second call continues the last segment of the first; where it
+      begins another one, pass None (or, row by row, `jnp.where(same[:, None, None], final_state, 0)`).
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     bias = None if bias is None else jnp.asarray(bias)
@@ -80,12 +85,8 @@ def short_conv(
     batch, length, d = x.shape
     if batch and length:
         reach = None if segment_ids is None else _reach(segment_ids, w.shape[0])
-        y, final_state = OP.run(
-            (x, w, bias, initial_state, reach),
-            {"activation": activation},
-            implementation=implementation,
-            config=config,
-        )
+        call = ShortConvCall(x=x, w=w, bias=bias, state=initial_state, reach=reach, activation=activation)
+        y, final_state = OP.run(call, implementation=implementation, config=config)
     else:
         y = x
         final_state = jnp.zeros((batch, w.shape[0] - 1, d), x.dtype) if initial_state is None else initial_state
@@ -105,8 +106,9 @@ def short_conv_step(
         y_d = act(bias_d + w_{W-1,d} x_d + sum_{i=0}^{W-2} w_id state_id)
 
     Args:
-      state: [B, W-1, D], or [W-1, D] without a batch: the inputs before this token, oldest first, as `short_conv` returns
-        them; zeros to begin with.
+      state: [B, W-1, D], or [W-1, D] without a batch: the inputs before this token, oldest first, as `short_conv`
+      returns
+        them; zeros at the start.
       x_t: [B, D] or [D], of the state's dtype.
       w: [W, D], of x_t's dtype or float32.
       bias: [D], or None.
@@ -133,7 +135,7 @@ def short_conv_step(
 
 
 def _reach(segment_ids: jax.Array, width: int) -> jax.Array:
-    """How many tokens each token may look back, at most W-1: [B, T] int32. The state continues the first segment."""
+    """How many tokens each token may look back, at most W-1: [B, T] int32. The state belongs to the first segment."""
     length = segment_ids.shape[1]
     before = jnp.pad(segment_ids, ((0, 0), (width - 1, 0)), mode="edge")  # [B, W-1 + T]
     same = (before[:, 1:] == before[:, :-1]).astype(jnp.int32)  # [B, W-2 + T]: same id as the token before

@@ -30,8 +30,8 @@ def _case(
 ) -> Case:
     """A case with x of about `scale`.
 
-    FLOPs are of the taps, 2 W an element, and 6 W with gradients; bytes are x read and y written, and with gradients x
-    and dy read and dx written once more.
+    FLOPs are those of the taps, 2 W per element, and 6 W with gradients; bytes are x read and y written, and with
+    gradients x and dy read and dx written once more.
     """
     leading = () if b is None else (b,)
     inputs = {"x": Input((*leading, t, d), normal(scale)), "w": Input((width, d), normal(0.5), dtype=weights_dtype)}

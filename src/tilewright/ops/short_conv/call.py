@@ -1,0 +1,39 @@
+"""A call of `short_conv`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from tilewright.core.call import Call, array, option, power_of_two
+
+
+class ShortConvCall(Call):
+    """y and the final state of a depthwise causal convolution over time.
+
+    `state` holds the W-1 inputs before the first token; None for zeros. `reach` says how many tokens each token may
+    look back, at most W-1; None for W-1 everywhere.
+    """
+
+    independent = (("B",), ("D",))
+    outputs = ("B T D", "B W-1 D")
+
+    x: Float[Array, "B T D"] = array(batch=True)
+    w: Float[Array, "W D"] = array()
+    bias: Float[Array, " D"] | None = array()
+    state: Float[Array, "B W-1 D"] | None = array(batch=True)
+    reach: Int[Array, "B T"] | None = array(batch=True, differentiable=False)
+    activation: str | None = option()
+
+    def bucket(self) -> Mapping[str, Any]:
+        (b, t, d), width = self.x.shape, self.w.shape[0]
+        return {
+            "dtype": self.x.dtype.name,
+            "B": power_of_two(b),
+            "T": power_of_two(t),
+            "D": d,
+            "W": width,
+            "bias": self.bias is not None,
+            "segments": self.reach is not None,
+            "activation": self.activation,
+        }

@@ -1,4 +1,4 @@
-"""`tilewright run`, `tilewright remote` and `--on`, as a person types them; what they say, and how they end."""
+"""`tilewright run`, `tilewright remote` and `--on` on the command line: their output and exit codes."""
 
 import functools
 import re
@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from tests.cli.test_cli import tilewright
 from tilewright.cli.main import app
 from tilewright.cli.screen import Mistake
-from tilewright.core.records import read_records
 from tilewright.runners import journal
 from tilewright.runners.base import State
 from tilewright.runners.local import LocalRunner
+from tilewright.workbench.records import read_records
 
 
 @pytest.fixture(autouse=True)
@@ -34,23 +34,23 @@ def said(*words: str):
     return CliRunner().invoke(app, list(words))
 
 
-def test_run_streams_the_log_and_returns_the_commands_code() -> None:
+def test_run_streams_the_log_and_returns_the_commands_exit_code() -> None:
     done = said("run", "--", "bash", "-c", "echo hi; exit 7")
     assert done.exit_code == 7
     assert done.stdout == "hi\n"
     assert re.search(r"job bash-\S+ on local\njob bash-\S+ failed, exit code 7", done.stderr)
 
 
-def test_options_after_the_command_are_the_commands() -> None:
+def test_options_after_the_command_belong_to_the_command() -> None:
     assert said("run", "echo", "--no-wait", "-x").stdout == "--no-wait -x\n"
 
 
-def test_a_job_in_the_background_is_asked_from_elsewhere(tmp_path: Path) -> None:
+def test_a_background_job_is_managed_by_other_commands(tmp_path: Path) -> None:
     done = said("run", "--no-wait", "--name", "Long One", "--", "bash", "-c", "echo out; sleep 0.3; exit 4")
     assert done.exit_code == 0
     id = done.stdout.strip()
     assert id.startswith("long-one-")
-    assert f"`tilewright remote wait {id}` brings its log, code and files" in done.stderr
+    assert f"`tilewright remote wait {id}` fetches its log, exit code and files" in done.stderr
     waited = said("remote", "wait", "long")
     assert waited.exit_code == 4
     assert f"job {id} failed, exit code 4" in waited.stdout
@@ -59,10 +59,10 @@ def test_a_job_in_the_background_is_asked_from_elsewhere(tmp_path: Path) -> None
     assert (followed.stdout, followed.exit_code) == ("out\n", 4)
     table = said("remote", "status").stdout
     assert re.search(rf"{id}.*local.*failed.*4.*bash -c echo out", table)
-    assert f"job {id} was over already: failed" in said("remote", "cancel", id).stdout
+    assert f"job {id} had already ended: failed" in said("remote", "cancel", id).stdout
 
 
-def test_cancel_and_wait_with_a_limit() -> None:
+def test_cancel_and_wait_with_a_timeout() -> None:
     id = said("run", "--no-wait", "sleep", "100").stdout.strip()
     with pytest.raises(Mistake, match=rf"job {id} is still running after 0.1 s"):
         CliRunner().invoke(app, ["remote", "wait", id, "--timeout", "0.1"], catch_exceptions=False)
@@ -70,14 +70,14 @@ def test_cancel_and_wait_with_a_limit() -> None:
     assert said("remote", "wait", id).exit_code == 143
 
 
-def test_what_was_to_be_fetched_and_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_files_to_fetch_are_reported(tmp_path: Path) -> None:
     done = said("run", "--fetch", "made", "--fetch", "not-made", "--", "touch", "made")
     assert done.exit_code == 0
     assert "fetched made" in done.stderr
     assert "--fetch not-made: the job made no such file" in done.stderr
 
 
-def test_env_takes_the_value_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_passes_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROM_HERE", "here")
     done = said("run", "--env", "FROM_HERE", "--env", "GIVEN=a=b", "--", "bash", "-c", "echo $FROM_HERE $GIVEN")
     assert done.stdout == "here a=b\n"
@@ -94,43 +94,46 @@ def test_env_takes_the_value_that_is_here(monkeypatch: pytest.MonkeyPatch) -> No
             ("run", "--on", "ray:10.0.0.1:8265", "--", "x"),
             "--on ray:10.0.0.1:8265 is not this machine and there is no token: .* ~/.ray/auth_token",
         ),
-        (("run", "--env", "=x", "--", "x"), "--env  is not a variable's name; use NAME=VALUE, or NAME"),
-        (("run", "--env", "NOT_SET_HERE", "--", "x"), "--env NOT_SET_HERE has no value here; use NOT_SET_HERE=VALUE"),
+        (("run", "--env", "=x", "--", "x"), "--env  is not the name of a variable; use NAME=VALUE, or NAME"),
+        (
+            ("run", "--env", "NOT_SET_HERE", "--", "x"),
+            "--env NOT_SET_HERE is not set in this shell; use NOT_SET_HERE=VALUE",
+        ),
         (("run", "--fetch", "/etc/passwd", "--", "x"), "--fetch /etc/passwd must be below --workdir"),
         (("run", "--fetch", "../x", "--", "x"), r"--fetch \.\./x must be below --workdir"),
         (("run", "--workdir", "nowhere", "--", "x"), "--workdir nowhere is not a directory"),
-        (("run", "--", "echo a; exit 3"), "the command 'echo a; exit 3' is one word with spaces in it; use -- bash -c"),
+        (("run", "--", "echo a; exit 3"), "the command 'echo a; exit 3' is one argument with spaces; use -- bash -c"),
         (("run", "--accelerator", "H1000", "--", "x"), "--accelerator H1000 is not known; did you mean H100:1?"),
         (
             ("run", "--accelerator", "H100", "--", "x"),
-            "--on local takes what this machine has: leave --accelerator H100",
+            "--on local uses what this machine has: omit --accelerator H100",
         ),
         (("remote", "launch", "--on", "local", "--accelerator", "H100"), "--on local rents nothing"),
-        (("remote", "launch", "--on", "sky:a"), "--accelerator is missing; say what to rent"),
+        (("remote", "launch", "--on", "sky:a"), "--accelerator is missing; name what to rent"),
         (("remote", "sync", "--on", "local"), "--on local has nothing to sync"),
-        (("remote", "down", "local"), "--on local has no machine to give back"),
+        (("remote", "down", "local"), "--on local has no rented machine"),
         (("remote", "logs", "nothing"), "job nothing is not known on this machine; `tilewright remote status`"),
         (("check", "softmax", "--on", "sky:a"), "op='softmax' is not an op of tilewright"),
         (("bench", "rms_norm", "--accelerator", "H100"), "--accelerator is for another machine; pass --on too"),
     ],
 )
-def test_a_wrong_word_is_one_line_with_the_remedy(words: tuple[str, ...], message: str, state: Path) -> None:
+def test_a_wrong_argument_is_one_line_with_the_remedy(words: tuple[str, ...], message: str, state: Path) -> None:
     with pytest.raises(Mistake, match=message) as caught:
         CliRunner().invoke(app, list(words), catch_exceptions=False)
     assert "\n" not in str(caught.value)
-    assert not state.exists() or not list(state.iterdir())  # Nothing was entered.
+    assert not state.exists() or not list(state.iterdir())  # No job was added.
 
 
-def test_two_jobs_that_begin_alike_are_told_apart() -> None:
+def test_an_ambiguous_job_id_lists_the_jobs() -> None:
     ids = [said("run", "--no-wait", "true").stdout.strip() for _ in range(2)]
     with pytest.raises(Mistake, match=r"job true is not one job; use one of true-.*, true-"):
         CliRunner().invoke(app, ["remote", "logs", "true"], catch_exceptions=False)
     assert {job.id for job in journal.every()} == set(ids)
 
 
-def test_ctrl_c_stops_watching_and_not_the_job(tmp_path: Path) -> None:
+def test_ctrl_c_stops_following_and_not_the_job(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tilewright.cli.main", "run", "--", "bash", "-c", "echo begun; sleep 100"]
-    # Whoever runs the tests in the background may have it ignored, and that is inherited.
+    # SIGINT may be ignored where the tests run in the background, and that is inherited.
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=tmp_path, preexec_fn=heard, **pipes) as process:
@@ -140,7 +143,7 @@ def test_ctrl_c_stops_watching_and_not_the_job(tmp_path: Path) -> None:
         _, told = process.communicate(timeout=30)
     assert process.returncode == 130
     (job,) = journal.every()
-    assert f"job {job.id} runs on; `tilewright remote logs {job.id} --follow` comes back to it" in told
+    assert f"job {job.id} continues; `tilewright remote logs {job.id} --follow` follows it again" in told
     assert LocalRunner().status(job).state is State.RUNNING
     assert LocalRunner().cancel(job)
 
@@ -148,22 +151,22 @@ def test_ctrl_c_stops_watching_and_not_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "target", "message"),
     [
-        ("sky", "sky:a", "--on sky:CLUSTER needs SkyPilot, which is not installed: uv sync --extra sky"),
+        ("sky", "sky:a", r"--on sky:CLUSTER needs SkyPilot, which is not installed: pip install 'tilewright\[sky\]'"),
         (
             "ray.job_submission",
             "ray:127.0.0.1:8265",
-            "--on ray:127.0.0.1:8265 needs Ray, which is not installed: uv sync",
+            r"--on ray:127.0.0.1:8265 needs Ray, which is not installed: pip install 'tilewright\[ray\]'",
         ),
     ],
 )
-def test_what_is_not_installed_is_told(
+def test_a_missing_package_is_an_error_with_the_remedy(
     module: str, target: str, message: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(sys, "argv", ["tilewright"])
     with pytest.raises(Mistake, match=message):
         CliRunner().invoke(app, ["run", "--on", target, "--", "true"], catch_exceptions=False)
-    assert not state.exists() or not list(state.iterdir())  # What never reached the other side leaves no entry.
+    assert not state.exists() or not list(state.iterdir())  # A job that was never submitted leaves no entry.
 
 
 def test_no_error_shows_a_value() -> None:
@@ -173,7 +176,8 @@ def test_no_error_shows_a_value() -> None:
     assert secret not in str(caught.value)
 
 
-def test_bench_on_local_shows_the_same_table_and_brings_its_records(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_bench_on_local_shows_the_same_table_and_fetches_its_records(tmp_path: Path) -> None:
     args = (
         "bench",
         "rms_norm",
@@ -192,13 +196,13 @@ def test_bench_on_local_shows_the_same_table_and_brings_its_records(tmp_path: Pa
     assert "records appended to mine.jsonl" in done.stdout
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
     assert list(read_records(tmp_path / "mine.jsonl"))
-    assert not list((tmp_path / "results").glob("*"))  # The job's own file is merged, and gone.
+    assert not list((tmp_path / "results").glob("*"))  # The job's own file is merged and deleted.
     (job,) = journal.every()
     assert job.command[:4] == (sys.executable, "-m", "tilewright.cli.main", "bench")
     assert "--plot" not in job.command
 
 
-def test_check_on_local_returns_its_own_code(tmp_path: Path) -> None:
+def test_check_on_local_returns_its_exit_code(tmp_path: Path) -> None:
     done = tilewright(
         "check", "rms_norm", "--implementation", "xla", "--dtype", "float32", "--on", "local", cwd=tmp_path
     )

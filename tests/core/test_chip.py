@@ -1,11 +1,11 @@
-"""Chips: the figures that rooflines stand on, and honesty about devices that are not in the table."""
+"""The table of chips: the figures of rooflines, the names of devices, and devices that are not in the table."""
 
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from tilewright.core.chip import GIB, MIB, Chip
+from tilewright.core.chip import CHIPS, GIB, MIB, RENTED, Chip
 
 
 def device(kind: str, platform: str, **more: object) -> SimpleNamespace:
@@ -29,7 +29,7 @@ def device(kind: str, platform: str, **more: object) -> SimpleNamespace:
         ("AMD EPYC 7763", "cpu", "cpu"),
     ],
 )
-def test_devices_are_known_by_their_kind(kind: str, platform: str, name: str) -> None:
+def test_devices_are_recognised_by_their_kind(kind: str, platform: str, name: str) -> None:
     assert Chip.of(device(kind, platform)) is Chip.named(name)
 
 
@@ -46,7 +46,7 @@ def test_an_unknown_device_is_unknown_and_has_no_figures(kind: str, platform: st
     assert chip.compute_capability == (8, 9)
 
 
-def test_a_cpu_has_no_ceiling_to_be_held_to() -> None:
+def test_a_cpu_has_no_peak() -> None:
     assert Chip.of(jax.devices("cpu")[0]).flops_per_s("float32") is None
 
 
@@ -58,8 +58,8 @@ def test_a_v7x_device_is_half_of_its_chip() -> None:
 
 
 @pytest.mark.parametrize(("name", "giga"), [("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75), ("v7x", 2.2)])
-def test_the_clock_that_follows_from_the_peak_is_the_chips(name: str, giga: float) -> None:
-    """FLOP/s = 2 cores MXUs size^2 rows-a-cycle clock, for the clocks these chips are known to run at."""
+def test_the_clock_that_follows_from_the_peak_is_right(name: str, giga: float) -> None:
+    """FLOP/s = 2 cores MXUs size^2 rows-per-cycle clock, with the published clocks of these chips."""
     assert Chip.named(name).clock_hz == pytest.approx(giga * 1e9, rel=0.01)
 
 
@@ -69,6 +69,18 @@ def test_sizes() -> None:
     assert Chip.named("h200").smem_bytes == 227 * 1024
 
 
-def test_a_name_that_does_not_exist_lists_those_that_do() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"chip='v6' is not known; use one of v4, v5e, v5p, v6e, v7x, a100"):
         Chip.named("v6")
+
+
+def test_accelerators_have_one_name_each() -> None:
+    names = [(chip.platform, chip.accelerator) for chip in RENTED]
+    assert len(set(names)) == len(names)
+    assert {chip.name for chip in CHIPS} <= {chip.name for chip in RENTED} | {"cpu"}
+    assert {chip.name: chip.accelerator for chip in CHIPS}["v7x"] == "v7x"
+
+
+def test_a_chip_without_figures_cannot_be_traced_for() -> None:
+    with pytest.raises(ValueError, match=r"chip='l40s' is not known; use one of v4"):
+        Chip.named("l40s")

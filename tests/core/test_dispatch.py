@@ -44,7 +44,7 @@ def test_the_plain_interpreter_finds_no_races_and_says_so() -> None:
 def test_too_few_threads_for_the_interpreter_are_an_error_not_a_hang(monkeypatch) -> None:
     monkeypatch.setattr(target, "_INTERPRETER_THREADS", 1000)
     with pytest.raises(
-        RuntimeError, match=r"wait forever.* JAX's CPU has \d+ here; set JAX_NUM_CPU_DEVICES=1000 before"
+        RuntimeError, match=r"would deadlock: .* JAX's CPU backend has \d+; set JAX_NUM_CPU_DEVICES=1000 before"
     ):
         target.gpu_interpret_params(target.Interpret())
     assert target.gpu_interpret_params(None) is None
@@ -73,11 +73,11 @@ def test_interpret_alone_does_not_change_the_choice() -> None:
         (decision,) = tilewright.explain("linear_cross_entropy", X, W, LABELS).decisions
         assert decision.implementation == "xla"
         (named,) = tilewright.explain("linear_cross_entropy", X, W, LABELS, implementation="pallas_tpu").decisions
-    assert named.launch.chip.name == "v6e"
+    assert named.chip.name == "v6e"
     assert "in the interpreter" in str(named)
     with tilewright.target("v5e"), tilewright.interpret():
         (targeted,) = tilewright.explain("linear_cross_entropy", X, W, LABELS).decisions
-    assert (targeted.implementation, targeted.launch.chip.name) == ("pallas_tpu", "v5e")
+    assert (targeted.implementation, targeted.chip.name) == ("pallas_tpu", "v5e")
 
 
 def test_explain_reports_a_refusal_instead_of_raising() -> None:
@@ -95,6 +95,20 @@ def test_explain_sees_into_jitted_functions_again_and_again() -> None:
     for _ in range(2):
         names = [decision.implementation for decision in tilewright.explain(jax.grad(step), X, W, LABELS).decisions]
         assert names == ["xla", "reference"]
+
+
+def test_explain_tells_what_runs_forward_and_backward() -> None:
+    """With the configs, as expressions; given ones are named as arguments, in the direction that they are for."""
+    forward = tilewright.configs.LinearCrossEntropyXlaForward(block_n=8, block_v=16)
+    told = tilewright.explain("linear_cross_entropy", X, W, LABELS, config=forward)
+    (decision,) = told.decisions
+    assert decision.forward.config == decision.configs["forward"] == forward
+    assert (decision.forward.config_source, decision.backward.config_source) == ("argument", "heuristic")
+    assert f"forward: {forward!r} (argument)" in str(told)
+    assert f"backward: {decision.configs['backward']!r} (heuristic)" in str(told)
+    (plain,) = tilewright.explain("linear_cross_entropy", X, W, LABELS, implementation="reference").decisions
+    assert plain.configs == {}
+    assert "backward: JAX differentiates the forward pass" in str(plain)
 
 
 def test_explain_of_a_function_without_ops() -> None:

@@ -1,4 +1,4 @@
-"""The error metrics and the 2x rule: what passes and what never does."""
+"""The error metrics and the 2x rule."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_shapes_must_agree() -> None:
         discrepancy(np.zeros(2), np.zeros(3))
 
 
-def test_round_gradient_rounds_the_gradient_alone() -> None:
+def test_round_gradient_rounds_only_the_gradient() -> None:
     x = jnp.float32(1.0 + 2**-12)
     value, gradient = jax.value_and_grad(lambda x: round_gradient(x, jnp.bfloat16) * x)(x)
     assert value == x * x
@@ -76,6 +76,6 @@ def test_round_gradient_rounds_the_gradient_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_rounded_is_what_is_left_after_a_cast(dtype) -> None:
+def test_rounded_equals_a_cast_and_back(dtype) -> None:
     x = jax.random.normal(jax.random.key(0), (1000,))
     np.testing.assert_array_equal(rounded(x, dtype), np.asarray(x).astype(dtype).astype(np.float32))

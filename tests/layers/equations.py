@@ -1,4 +1,4 @@
-"""The layers' published equations, token by token in NumPy and float64: read them beside the papers."""
+"""The published equations of the layers, token by token in NumPy and float64, to compare with the papers."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def softplus(x: np.ndarray) -> np.ndarray:
 
 
 def convolution(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """[B, T, D] with [W, D]: the last tap is the token's own."""
+    """x [B, T, D] convolved with w [W, D]; the last tap is that of the token itself."""
     y = np.zeros_like(x)
     for tap, back in enumerate(range(len(w) - 1, -1, -1)):
         y[:, back:] += w[tap] * x[:, : x.shape[1] - back]

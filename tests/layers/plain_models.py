@@ -1,6 +1,6 @@
-"""Qwen3, Qwen3-Next and Kimi Linear around our layers: everything that is not one of them is plain NumPy, here.
+"""Qwen3, Qwen3-Next and Kimi Linear on Tilewright's layers, with everything else in plain NumPy.
 
-A model reads tokens in calls of any length: `Model.read(tokens) -> logits` goes on from the call before.
+A model reads tokens in calls of any length: `Model.read(tokens) -> logits` continues from the previous call.
 """
 
 import functools
@@ -83,7 +83,7 @@ class Model:
         return self.norm(x, "norm") @ self.tensors["lm_head.weight"].T
 
     def reserve(self, capacity: int) -> None:
-        """Turn the grown caches into fixed ones, for decoding."""
+        """Converts the grown caches to fixed ones, for decoding."""
         for i, state in enumerate(self.states):
             if hasattr(state, "with_capacity"):
                 self.states[i] = state.with_capacity(capacity)
@@ -168,7 +168,7 @@ class KimiLinear(Model):
         return super().mix(i, x) if self.layers[i] is not None else self._latent_attention(i, x)
 
     def _latent_attention(self, i: int, x: np.ndarray) -> np.ndarray:
-        """Multi-head latent attention without rope; its state is all the inputs it has seen."""
+        """Multi-head latent attention without RoPE; its state is all inputs so far."""
         config = self.config
         heads, nope, shared = (config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
 
@@ -189,7 +189,9 @@ class KimiLinear(Model):
         return o.reshape(b, t, -1) @ tensor("o_proj").T
 
     def feed(self, i: int, x: np.ndarray) -> np.ndarray:
-        """Dense, or: the best two of eight by sigmoid plus a bias, weighed without the bias, and a shared expert."""
+        """A dense MLP; or two of eight experts, chosen by sigmoid plus bias and weighted without the bias, and a shared
+        expert.
+        """
         prefix = f"model.layers.{i}.block_sparse_moe"
 
         def dense(name: str, parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> np.ndarray:

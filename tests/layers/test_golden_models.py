@@ -1,4 +1,4 @@
-"""The layers with the golden models' own weights: logits, generated tokens, and each layer against its equations."""
+"""The layers with the weights of the golden models: logits of whole sequences and of chunks, and generated tokens."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tests.layers.plain_models import KimiLinear, Model, Qwen3, Qwen3Next
 
 every_model = pytest.mark.parametrize("model", [Qwen3, Qwen3Next, KimiLinear])
-# Logits are about 1; float32 sums in another order than torch's, through all the layers.
+# Logits are about 1. All layers sum in float32 in a different order than torch.
 TOLERANCE = 1e-4
 
 
@@ -17,6 +17,7 @@ def test_logits_of_whole_sequences(model: type[Model]) -> None:
     np.testing.assert_allclose(logits, held.golden["logits"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @every_model
 def test_logits_in_chunks(model: type[Model]) -> None:
     held = model()
@@ -28,7 +29,7 @@ def test_logits_in_chunks(model: type[Model]) -> None:
 
 @every_model
 def test_greedy_tokens_one_at_a_time(model: type[Model]) -> None:
-    """The prompt in one call, then a token a call, through the steps and a fixed cache."""
+    """The prompt in one call, then one token per call, through the steps and a fixed cache."""
     held = model()
     held.implementation = "reference"
     generated = held.golden["generated"]

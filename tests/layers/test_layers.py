@@ -1,4 +1,4 @@
-"""What every layer promises: whole sequences, chunks and tokens agree; packed sequences are apart; errors teach."""
+"""The contract of every layer: sequences, chunks and tokens agree, packed sequences are separate, errors teach."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ LAYERS: dict[str, Any] = {
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 delta_layers = pytest.mark.parametrize("name", ["kda", "gdn", "deltanet"])
-# Compiling the chunked form costs seconds a shape, and it is tested with the ops: most tests here take the recurrence.
+# Compiling the chunked form takes seconds per shape and is tested with the ops: most tests here run the recurrence.
 QUICK = "reference"
 
 
@@ -41,7 +41,7 @@ def jitted(name: str, implementation: str | None = QUICK) -> Any:
 
 
 def close(got: Any, want: Any, dtype: str = "float32") -> None:
-    """Outputs are about 1. In bfloat16 a sum in another order may round to the neighbour, or the one beyond."""
+    """Outputs are about 1. In bfloat16 a sum in a different order may differ by two roundings."""
     tolerance = {"float32": 2e-5, "bfloat16": 3e-2}[dtype]
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0, atol=tolerance)
 
@@ -80,7 +80,7 @@ def test_whole_sequences_chunks_and_tokens_agree(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["kda", "softmax"])
 def test_the_best_implementation_agrees_with_the_reference(name: str) -> None:
-    """Over several chunks, values and every gradient: what runs by default is the recurrence."""
+    """Values and every gradient, over several chunks: the default implementation against the recurrence."""
     x = tokens(1, 150)
 
     def loss(w: Any, x: jax.Array, implementation: str | None) -> jax.Array:
@@ -117,7 +117,7 @@ def test_packed_sequences_are_separate_sequences(name: str) -> None:
     packed, state = jitted(name)(weights(name), x, segment_ids=ids)
     parts = [jitted(name)(weights(name), part) for part in jnp.split(x, 3, axis=1)]
     close(packed, jnp.concatenate([y for y, _ in parts], axis=1))
-    # And on from there: what follows belongs to the last segment.
+    # Tokens of a later call belong to the last segment.
     more = tokens(1, 4, seed=2)
     got, _ = jitted(name)(weights(name), more, state)
     want, _ = jitted(name)(weights(name), more, parts[-1][1])
@@ -134,7 +134,7 @@ def test_packed_chunks_through_a_fixed_cache() -> None:
         y, state = apply(w, x[:, part], state, segment_ids=ids[:, part])
         parts.append(y)
     close(jnp.concatenate(parts, axis=1)[0], whole[0])
-    # Row 1 begins its second segment with the third call, which that call cannot see: it goes on with the first.
+    # The second segment of row 1 starts with the third call, which cannot know that: it continues the first.
     close(jnp.concatenate(parts[:2], axis=1)[1], whole[1, :8])
 
 
@@ -147,7 +147,7 @@ def test_a_row_does_not_depend_on_the_others(name: str) -> None:
 
 
 @every_layer
-def test_later_tokens_change_nothing_before_them(name: str) -> None:
+def test_later_tokens_do_not_change_earlier_outputs(name: str) -> None:
     x = tokens(1, 12)
     y, _ = jitted(name)(weights(name), x)
     changed, _ = jitted(name)(weights(name), x.at[:, 6:].set(3.0))
@@ -155,8 +155,9 @@ def test_later_tokens_change_nothing_before_them(name: str) -> None:
     assert np.all(np.any(np.asarray(y != changed)[:, 6:], axis=-1))
 
 
+@pytest.mark.slow
 @every_layer
-def test_float32_weights_serve_bfloat16_activations(name: str) -> None:
+def test_float32_weights_take_bfloat16_activations(name: str) -> None:
     x = tokens(1, 12)
     exact, _ = jitted(name)(weights(name), x)
     y, _ = jitted(name)(weights(name), x.astype(jnp.bfloat16))
@@ -188,7 +189,7 @@ def test_no_tokens_at_all(name: str) -> None:
 
 
 @every_layer
-def test_explain_names_the_ops_inside(name: str) -> None:
+def test_explain_shows_the_ops_of_a_layer(name: str) -> None:
     told = tilewright.explain(LAYERS[name].apply, weights(name), tokens(1, 8))
     ops = {"kda": "kda", "gdn": "gated_delta_rule", "deltanet": "delta_rule", "softmax": "flash_attention"}
     assert ops[name] in {decision.op for decision in told.decisions}
@@ -196,7 +197,7 @@ def test_explain_names_the_ops_inside(name: str) -> None:
 
 @every_layer
 def test_weights_and_states_are_pytrees(name: str) -> None:
-    """They go through eval_shape, a tree.map to anything, vmap, and a scan over stacked layers."""
+    """They work with eval_shape, tree.map to any leaf, vmap, and a scan over stacked layers."""
     layer = LAYERS[name]
     shapes = jax.eval_shape(layer.init, jax.random.key(0))
     assert jax.tree.structure(shapes) == jax.tree.structure(weights(name))
@@ -209,7 +210,7 @@ def test_weights_and_states_are_pytrees(name: str) -> None:
     assert jax.eval_shape(blocks, tokens(1, 4), stacked).shape == (1, 4, D)
 
 
-def test_a_full_cache_says_so_and_is_nan_under_jit() -> None:
+def test_a_full_cache_is_an_error_and_nan_under_jit() -> None:
     layer, w = LAYERS["softmax"], weights("softmax")
     apply = jitted("softmax")
     _, state = apply(w, tokens(1, 3), layer.initial_state(1, capacity=4))
@@ -230,14 +231,14 @@ def test_a_grown_cache_becomes_a_fixed_one() -> None:
     y, fixed = apply(w, x[:, 5:], fixed)
     close(y, whole[:, 5:])
     assert (fixed.keys.shape[1], int(fixed.length)) == (9, 7)
-    with pytest.raises(ValueError, match=r"capacity=3 is less than the 5 tokens that are held; use at least 5"):
+    with pytest.raises(ValueError, match=r"capacity=3 is less than the 5 tokens in the cache; use at least 5"):
         grown.with_capacity(3)
-    with pytest.raises(ValueError, match=r"this cache is a fixed one already, with room for 9 tokens"):
+    with pytest.raises(ValueError, match=r"this cache is already a fixed one, with room for 9 tokens"):
         fixed.with_capacity(20)
 
 
 def sizes(name: str, **changes: Any) -> Any:
-    """The layer of that name with other sizes, when called."""
+    """A function that makes the layer of that name with other sizes."""
     return lambda: dataclasses.replace(LAYERS[name], **changes)
 
 
@@ -254,7 +255,7 @@ def sizes(name: str, **changes: Any) -> Any:
         (sizes("kda", lower_bound=-9.0), r"lower_bound=-9.0 must be at least -5 and negative; use -5.0, or None"),
         (
             sizes("gdn", num_key_heads=2, num_value_heads=3),
-            r"num_value_heads=3 must be a multiple of num_key_heads=2.*= 4",
+            r"num_value_heads=3 must be a multiple of num_key_heads=2.*; use 4",
         ),
         (sizes("gdn", value_dim=512), r"value_dim=512 must be from 16 to 256"),
         (
@@ -265,17 +266,17 @@ def sizes(name: str, **changes: Any) -> Any:
         (sizes("softmax", rope_theta=-1.0), r"rope_theta=-1.0 must be positive; use 10_000.0, or None for no rope"),
         (
             lambda: LAYERS["softmax"].initial_state(1),
-            r"capacity=None: a cache .* pass capacity=..., or begin with state=None",
+            r"capacity=None: a fixed cache .* pass capacity=..., or begin with state=None",
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_named_with_their_remedy(make: Any, message: str) -> None:
+def test_invalid_sizes_are_errors_with_their_remedy(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @every_layer
-def test_bad_input_is_named_with_its_remedy(name: str) -> None:
+def test_invalid_input_is_an_error_with_its_remedy(name: str) -> None:
     layer, w = LAYERS[name], weights(name)
     state = layer.initial_state(2, capacity=8)
     with pytest.raises(ValueError, match=r"x is float32\[5, 48\]; it must be \[B, T, D\] with D=48; pass x\[None\]"):
@@ -300,9 +301,9 @@ def test_bad_input_is_named_with_its_remedy(name: str) -> None:
         layer.from_checkpoint({"model.q_proj.weight": np.zeros((2, 2))}, "layer")
 
 
-def test_a_checkpoint_of_other_sizes_is_refused() -> None:
+def test_a_checkpoint_of_other_sizes_is_an_error() -> None:
     held = {"q_proj.weight": np.zeros((16, 48), np.float32)}
     with pytest.raises(
-        ValueError, match=r"q_proj.weight has shape \[16, 48\] and this layer wants \[32, 48\].*config.json"
+        ValueError, match=r"q_proj.weight has shape \[16, 48\] and this layer needs \[32, 48\].*config.json"
     ):
         LAYERS["deltanet"].from_checkpoint(held)

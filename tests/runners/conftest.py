@@ -1,4 +1,4 @@
-"""A journal of its own for every test, and a checkout to ship."""
+"""Every test gets its own journal, and a checkout to upload."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real Ray head with token authentication, in a network namespace of its own: nothing outside can reach it."""
+"""A real Ray head with token authentication, in its own network namespace, which nothing outside can reach."""
 
 import contextlib
 import importlib.util
@@ -27,18 +27,18 @@ def missing() -> str | None:
     if importlib.util.find_spec("ray") is None:
         return "Ray is not installed: uv run --extra ray pytest"
     if os.geteuid() != 0:
-        return "a network namespace of its own needs root"
+        return "a network namespace needs root"
     for command in ("unshare", "ip"):
         if shutil.which(command) is None:
             return f"{command} is not installed (Debian: util-linux, iproute2)"
     if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
-        return "this machine's root may not make namespaces"
+        return "root may not create namespaces on this machine"
     return None
 
 
 @dataclass
 class Head:
-    """A head: its directory, and how to be where it is."""
+    """A head: its directory and its network namespace."""
 
     directory: Path
     namespace: Path
@@ -46,7 +46,7 @@ class Head:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """This thread, and the processes it starts, in the head's network."""
+        """Moves this thread, and the processes it starts, into the head's network namespace."""
         with open("/proc/thread-self/ns/net") as outside, self.namespace.open() as its:
             os.setns(its.fileno(), os.CLONE_NEWNET)
             try:
@@ -67,7 +67,8 @@ def running() -> Iterator[Head]:
         f"--object-store-memory=80000000 --temp-dir={directory}/r --disable-usage-stats"
     )
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(directory / "token")}
-    environment["RAY_agent_register_timeout_ms"] = str(_START_S * 1000)  # On a busy machine its 30 s are not enough.
+    # The default of 30 s is too short on a busy machine.
+    environment["RAY_agent_register_timeout_ms"] = str(_START_S * 1000)
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([*NAMESPACES, "sh", "-c", start], env=environment, stdout=log, stderr=log)
     try:
@@ -82,7 +83,7 @@ def running() -> Iterator[Head]:
                 head = Head(directory, Path(f"/proc/{children.read_text().split()[0]}/ns/net"))
         yield head
     finally:
-        process.kill()  # Its child is the first process of a pid namespace: with it all others go.
+        process.kill()  # Its child is the first process of a pid namespace, so all others end too.
         process.wait()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -97,7 +98,7 @@ def _answers(head: Head) -> bool:
 
 @contextlib.contextmanager
 def breaking_proxy(head: Head) -> Iterator[tuple[str, list[socket.socket]]]:
-    """Another port of the head, whose connections a test can break: (target, the sockets that are open)."""
+    """A proxy to the head whose connections a test can break: its target, and its open sockets."""
     links: list[socket.socket] = []
     with head.inside():
         server = socket.create_server(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
-"""Run by test_skypilot.py in a process with a HOME of its own: plans over the fixture catalog, one line of JSON each.
+"""Run by test_skypilot.py in a process with its own HOME: prints one plan over the fixture catalog per line, as JSON.
 
-SkyPilot's optimizer, catalogs and validation are the real ones. Its server is left out: what it would be asked is called in
-this process. No account is needed, since nothing is asked of a cloud.
+SkyPilot's optimizer, catalogs and validation are the real ones. Its server is left out: its requests are called in this
+process. No account is needed, since no cloud is queried.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A Slurm cluster of one node with one fake H100, that SkyPilot can rent from: munge, slurmctld, slurmd and sshd, all on
-# loopback, all of it below DIR. It needs root and the packages of scripts/setup_slurm.sh. Run it in namespaces of its own:
+# A Slurm cluster of one node with one fake H100 that SkyPilot can rent: munge, slurmctld, slurmd and sshd, all on loopback
+# and below DIR. It needs root and the packages of scripts/setup_slurm.sh. Run it in its own namespaces:
 #   unshare --pid --mount --fork --mount-proc --kill-child bash tests/runners/slurm_on_loopback.sh DIR
-# Then nothing of it is seen outside, and killing it ends every process of it. DIR/ready appears when it takes jobs; SkyPilot
-# finds it with HOME=DIR/home. It stays until it is killed.
+# It is then invisible outside, and killing it ends all its processes. DIR/ready appears when it takes jobs; SkyPilot finds
+# it with HOME=DIR/home. It runs until it is killed.
 set -euo pipefail
 dir=$(realpath "$1")
 ssh_port=${2:-22622} ctld_port=${3:-22617} slurmd_port=${4:-22618}
@@ -12,7 +12,7 @@ mkdir -p "$dir"/{home/.ssh,home/.slurm,bin,etc/slurm,munge,run,spool/ctld,spool/
 chmod 755 "$dir" "$dir/munge" "$dir/run" "$dir/log"
 chmod 700 "$dir/home/.ssh"
 
-# Root's home and the host's name are private to this mount namespace: Slurm and ssh look both up.
+# Slurm and ssh look up root's home and the name of the host: both are private to this mount namespace.
 sed -E "s|^(root:[^:]*:[^:]*:[^:]*:[^:]*):[^:]*:.*|\1:$dir/home:/bin/bash|" /etc/passwd >"$dir/etc/passwd"
 { echo "127.0.0.1 localhost $host"; } >"$dir/etc/hosts"
 mount --bind "$dir/etc/passwd" /etc/passwd
@@ -20,7 +20,7 @@ mount --bind "$dir/etc/hosts" /etc/hosts
 mkdir -p /etc/slurm /run/sshd
 mount --bind "$dir/etc/slurm" /etc/slurm
 
-touch "$dir/dev/nvidia0" # An empty file: a device that Slurm counts, and nothing opens.
+touch "$dir/dev/nvidia0" # An empty file: Slurm counts it as a device, and nothing opens it.
 cat >/etc/slurm/slurm.conf <<CONF
 ClusterName=loopback
 SlurmctldHost=$host(127.0.0.1)
@@ -81,17 +81,17 @@ Host loopback
   StrictHostKeyChecking no
   UserKnownHostsFile /dev/null
 CONF
-# SkyPilot puts a Python of its own on every node: it fetches uv from the network, with curl, and Python 3.10 with that. Here
-# both are what this machine has, and packages come out of the cache that this checkout's environment was made from.
+# SkyPilot installs its own Python on every node: it downloads uv with curl, and Python 3.10 with uv. Here both are replaced
+# by what this machine has, and packages come from the cache of this checkout's environment.
 python=${PYTHON:-$(command -v python3)} cache=$(uv cache dir)
-uv=$(uv run --no-project python -c "import os; print(os.environ[\"UV\"])") # Itself, where `uv` is a shim.
+uv=$(uv run --no-project python -c "import os; print(os.environ[\"UV\"])") # The real uv, where `uv` is a shim.
 cat >"$dir/bin/uv" <<UV
 #!/usr/bin/env bash
 words=()
 for word in "\$@"; do [ "\$word" = 3.10 ] && word=$python; words+=("\$word"); done
 $(export -p | grep -E '^declare -x (SSL_|UV_|[A-Za-z_]*_?(PROXY|proxy)=)' || true)
 export UV_CACHE_DIR=$cache
-# For projects only: SkyPilot's own \`uv pip\` and \`uv run --no-project\` must stay in its own environment.
+# Only for projects: SkyPilot's own \`uv pip\` and \`uv run --no-project\` must stay in its environment.
 [ "\$1" = run ] && [[ " \$* " != *" --no-project "* ]] && export UV_PYTHON=$python
 exec $uv "\${words[@]}"
 UV
@@ -102,7 +102,7 @@ CURL
 chmod +x "$dir/bin/uv" "$dir/bin/curl"
 for file in .profile .bashrc; do echo "export PATH=$dir/bin:\$PATH" >"$dir/home/$file"; done
 mkdir -p "$dir/home/.sky"
-echo "allowed_clouds: [slurm]" >"$dir/home/.sky/config.yaml" # The others would be asked for credentials over the network.
+echo "allowed_clouds: [slurm]" >"$dir/home/.sky/config.yaml" # SkyPilot would check the credentials of other clouds over the network.
 
 export HOME="$dir/home"
 setpriv --reuid munge --regid munge --clear-groups munged --force --key-file "$dir/munge/munge.key" --socket "$dir/run/munge.socket" \

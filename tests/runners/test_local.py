@@ -1,4 +1,4 @@
-"""Local jobs are real processes here: killed, orphaned, cancelled, watched and left alone."""
+"""Local jobs, as real processes that are killed, orphaned, cancelled, followed and left alone."""
 
 import contextlib
 import os
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tilewright.runners import journal, supervise
-from tilewright.runners.base import CannotDo, Job, Rental, State, open_runner
+from tilewright.runners.base import CannotDo, Job, Rental, State
 from tilewright.runners.local import LocalRunner
+from tilewright.runners.registry import open_runner
 
 
 def submitted(script: str, tmp_path: Path, *, env: dict[str, str] | None = None, name: str | None = None) -> Job:
@@ -25,7 +26,7 @@ def submitted(script: str, tmp_path: Path, *, env: dict[str, str] | None = None,
 def until(what, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
 
 
@@ -35,7 +36,7 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture
 def stray() -> Iterator[list[int]]:
-    """Pids that a test started; none outlives it."""
+    """The pids that a test started; they are killed after it."""
     pids: list[int] = []
     yield pids
     for pid in pids:
@@ -43,7 +44,7 @@ def stray() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_the_code_and_the_log_are_the_commands_own(tmp_path: Path) -> None:
+def test_exit_code_and_log_are_the_commands_own(tmp_path: Path) -> None:
     job = submitted("echo out; echo err >&2; printf end; exit 7", tmp_path)
     runner = LocalRunner()
     assert "".join(runner.follow(job)) == "out\nerr\nend"
@@ -52,12 +53,12 @@ def test_the_code_and_the_log_are_the_commands_own(tmp_path: Path) -> None:
     assert "".join(runner.logs(job, follow=False, skip=4)) == "err\nend"
 
 
-def test_a_signal_is_a_code_as_a_shell_has_it(tmp_path: Path) -> None:
+def test_a_signal_has_the_exit_code_of_a_shell(tmp_path: Path) -> None:
     job = submitted("kill -9 $$", tmp_path)
     assert LocalRunner().wait(job, timeout_s=20).exit_code == 137
 
 
-def test_a_command_that_is_not_there_is_127_and_says_so(tmp_path: Path) -> None:
+def test_a_missing_command_is_127_and_named_in_the_log(tmp_path: Path) -> None:
     job = journal.new_job("local", ("no-such-command",), workdir=tmp_path)
     LocalRunner().submit(job)
     assert LocalRunner().wait(job, timeout_s=20).exit_code == 127
@@ -73,8 +74,8 @@ def test_a_variable_reaches_the_job_and_no_file(tmp_path: Path, state: Path) -> 
     assert "hunter2" not in repr(job)
 
 
-def test_the_log_comes_as_it_is_written_and_each_character_once(tmp_path: Path) -> None:
-    """Also one that is split between two writes."""
+def test_the_log_is_streamed_and_no_character_is_repeated(tmp_path: Path) -> None:
+    """Including a character whose bytes are split between two writes."""
     job = submitted(r"printf 'a\xc3'; sleep 0.4; printf '\xa9b\n'; sleep 0.2; echo last", tmp_path)
     runner = LocalRunner()
     pieces = []
@@ -85,8 +86,8 @@ def test_the_log_comes_as_it_is_written_and_each_character_once(tmp_path: Path) 
     assert "".join(pieces) == "aéb\nlast\n"
 
 
-def test_a_job_outlives_who_started_it_and_is_reported_later(tmp_path: Path) -> None:
-    """The starter kills itself in the middle; its session gets a hangup; nobody watches the job end."""
+def test_a_job_outlives_its_starter_and_is_reported_later(tmp_path: Path) -> None:
+    """The starter kills itself, its session gets a hangup, and no process waits for the job."""
     code = f"""
 import os, signal
 from pathlib import Path
@@ -106,8 +107,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "".join(LocalRunner().logs(job, follow=False)) == "began\nended\n"
 
 
-def test_cancel_leaves_nothing_running(tmp_path: Path, stray: list[int]) -> None:
-    """Neither a daemon in a session of its own, nor one that does not want to end."""
+def test_cancel_leaves_no_process(tmp_path: Path, stray: list[int]) -> None:
+    """Including a daemon in its own session that ignores SIGTERM."""
     script = "setsid bash -c 'trap \"\" TERM; echo $$ >daemon; while :; do sleep 1; done' & echo $$ >leader; sleep 100"
     job = submitted(script, tmp_path)
     until(lambda: (tmp_path / "daemon").exists() and (tmp_path / "daemon").read_text().strip())
@@ -121,14 +122,14 @@ def test_cancel_leaves_nothing_running(tmp_path: Path, stray: list[int]) -> None
     assert not LocalRunner().cancel(job)
 
 
-def test_what_a_job_leaves_behind_ends_with_it(tmp_path: Path, stray: list[int]) -> None:
+def test_processes_that_a_job_leaves_are_stopped(tmp_path: Path, stray: list[int]) -> None:
     job = submitted("setsid sleep 100 & echo $! >left; exit 0", tmp_path)
     assert LocalRunner().wait(job, timeout_s=20).state is State.SUCCEEDED
     stray.append(int((tmp_path / "left").read_text()))
     assert gone(stray[0])
 
 
-def test_a_killed_supervisor_is_told_and_its_job_can_still_be_cancelled(tmp_path: Path, stray: list[int]) -> None:
+def test_a_killed_supervisor_is_reported_and_its_job_can_still_be_cancelled(tmp_path: Path, stray: list[int]) -> None:
     runner = LocalRunner()
     jobs = [submitted("echo $$ >one; sleep 100", tmp_path), submitted("echo $$ >two; sleep 0.5", tmp_path)]
     for job in jobs:
@@ -147,26 +148,24 @@ def test_a_killed_supervisor_is_told_and_its_job_can_still_be_cancelled(tmp_path
     assert "its supervisor was killed" in lost.note
 
 
-def test_a_pid_that_is_another_process_by_now_is_not_taken_for_the_job(tmp_path: Path, state: Path) -> None:
+def test_a_reused_pid_is_not_taken_for_the_job(tmp_path: Path, state: Path) -> None:
     job = journal.new_job("local", ("true",), workdir=tmp_path)
     journal.write(state / job.id / "supervisor.json", f'{{"pid": {os.getpid()}, "started_at": 1}}')
     assert LocalRunner().status(job).state is State.LOST
 
 
-def test_two_at_once_mix_neither_logs_nor_names(tmp_path: Path) -> None:
+def test_concurrent_jobs_mix_neither_logs_nor_names(tmp_path: Path) -> None:
     jobs = [submitted(f"for i in 1 2 3; do echo {n}; sleep 0.05; done", tmp_path, name="same") for n in range(5)]
     assert len({job.id for job in jobs}) == 5
     for n, job in enumerate(jobs):
         assert "".join(LocalRunner().follow(job)) == f"{n}\n" * 3
 
 
-def test_what_it_cannot_do_it_says() -> None:
+def test_unsupported_operations_are_errors() -> None:
     runner = open_runner("local")
-    with pytest.raises(
-        CannotDo, match=r"--on local rents nothing, and --accelerator H100:1 cannot be had by it; use sky"
-    ):
+    with pytest.raises(CannotDo, match=r"--on local rents nothing, so it cannot provide --accelerator H100:1; use sky"):
         runner.plan(Rental(accelerator="H100:1"))
     with pytest.raises(CannotDo, match=r"nothing to sync: its jobs run in the checkout itself"):
         runner.sync(Path("."))
-    with pytest.raises(CannotDo, match=r"no machine to give back; `tilewright remote cancel JOB` stops a job"):
+    with pytest.raises(CannotDo, match=r"no rented machine; `tilewright remote cancel JOB` stops a job"):
         runner.down()

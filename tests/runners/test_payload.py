@@ -1,4 +1,4 @@
-"""The script that runs there, by the bash that is here, and the reader of its log, however the log comes in pieces."""
+"""The script of a remote job, run by bash here, and the reader of its log, whatever pieces the log arrives in."""
 
 import io
 import os
@@ -27,7 +27,7 @@ def ran(job: Job, cwd: Path, env_file: str | None = None, **variables: str) -> s
     return subprocess.run(["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_the_log_carries_output_files_and_code(tmp_path: Path) -> None:
+def test_the_log_carries_output_files_and_exit_code(tmp_path: Path) -> None:
     made = "mkdir -p results/deep; printf data >results/deep/x; echo out; echo err >&2; printf end; exit 9"
     job = a_job("bash", "-c", made, fetch=("results", "nope", "a file"))
     done = ran(job, tmp_path)
@@ -45,18 +45,18 @@ def test_the_log_carries_output_files_and_code(tmp_path: Path) -> None:
         assert archive.extractfile("./results/deep/x").read() == b"data"  # type: ignore[union-attr]
 
 
-def test_more_than_a_log_should_hold_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_over_the_limit_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "FETCH_LIMIT_BYTES", 2**20)
     job = a_job("dd", "if=/dev/urandom", "of=big", "bs=1M", "count=2", "status=none", fetch=("big",))
     reader = LogReader(job)
     assert reader.feed(ran(job, tmp_path).stdout) == ""
     assert reader.files is None
     assert reader.notes == [
-        "--fetch: 2 MiB is more than the 1 MiB that come back in a log; copy them to a bucket in the command, or fetch less"
+        "--fetch: 2 MiB is more than the 1 MiB that a log carries; copy the files to a bucket in the command, or fetch less"
     ]
 
 
-def test_variables_come_from_a_file_that_is_gone_before_the_command_runs(tmp_path: Path) -> None:
+def test_variables_come_from_a_file_that_is_deleted_before_the_command_runs(tmp_path: Path) -> None:
     value = 'it\'s "quoted" $HOME `x` é\nsecond line'
     job = a_job("bash", "-c", 'printf %s "$TOKEN"; ls', env={"TOKEN": value})
     (tmp_path / "variables").write_text(payload.environment_file(job.env))
@@ -72,7 +72,7 @@ def test_without_its_variables_a_job_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_on_a_slice_of_several_hosts_the_first_one_speaks(tmp_path: Path) -> None:
+def test_on_a_slice_of_several_hosts_only_the_first_prints_marks(tmp_path: Path) -> None:
     job = a_job("bash", "-c", "echo $SKYPILOT_NODE_RANK; exit $SKYPILOT_NODE_RANK")
     first, second = (ran(job, tmp_path, SKYPILOT_NODE_RANK=rank) for rank in "01")
     reader = LogReader(job)
@@ -81,8 +81,8 @@ def test_on_a_slice_of_several_hosts_the_first_one_speaks(tmp_path: Path) -> Non
     assert second.returncode == 1
 
 
-def test_a_line_of_the_runners_own_is_left_out_wherever_it_comes() -> None:
-    """Also in the middle of one of the command's."""
+def test_the_runners_banner_is_removed_at_any_place() -> None:
+    """Including in the middle of a line of the command."""
     job = a_job("x")
     for log in (
         "Running x\nout\nRunning x twice\nend",
@@ -101,7 +101,7 @@ LINES = st.lists(st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_s
 
 @given(lines=LINES, unfinished=st.text("ab", max_size=3), sizes=st.lists(st.integers(1, 9), min_size=1))
 @settings(max_examples=60, deadline=None)
-def test_however_a_log_is_cut_it_reads_the_same(lines: list[str], unfinished: str, sizes: list[int]) -> None:
+def test_the_pieces_of_a_log_do_not_matter(lines: list[str], unfinished: str, sizes: list[int]) -> None:
     job = a_job("x")
     said = "".join(f"{line}\n" for line in lines) + unfinished
     raw = f"noise\n@tilewright:{job.id}:begin\n{said}@tilewright:{job.id}:exit 3\nafterwards\n"
@@ -116,7 +116,7 @@ def test_however_a_log_is_cut_it_reads_the_same(lines: list[str], unfinished: st
 
 
 class Breaking(LogCarried):
-    """A place whose connection breaks after so many pieces, again and again."""
+    """A runner whose connection breaks repeatedly, each time after a given number of pieces."""
 
     target = "breaking"
 
@@ -136,7 +136,7 @@ class Breaking(LogCarried):
 
 @given(lines=LINES, breaks=st.lists(st.integers(0, 12), max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_following_across_broken_connections_gives_each_character_once(lines: list[str], breaks: list[int]) -> None:
+def test_following_across_broken_connections_repeats_no_character(lines: list[str], breaks: list[int]) -> None:
     job = a_job("x")
     mark = f"@tilewright:{job.id}:"
     raw = [f"{mark}begin\n", *(f"{line}\n" for line in lines), f"{mark}exit 0\n"]
@@ -144,6 +144,6 @@ def test_following_across_broken_connections_gives_each_character_once(lines: li
     assert "".join(runner.follow(job, pause_s=0.0)) == "".join(f"{line}\n" for line in lines)
 
 
-def test_a_place_that_never_comes_back_is_given_up_on() -> None:
+def test_following_stops_when_a_connection_never_recovers() -> None:
     with pytest.raises(LostConnection, match="broken"):
         list(Breaking(["a"] * 3, [1] * 100).follow(a_job("x"), pause_s=0.0))

@@ -1,4 +1,4 @@
-"""Ray Jobs on a real head with token authentication. One head serves all the tests."""
+"""Ray jobs on a real head with token authentication, which all tests share."""
 
 import contextlib
 import re
@@ -17,8 +17,9 @@ from tests.runners import ray_head
 from tests.runners.ray_head import Head, breaking_proxy
 from tilewright.cli.main import app
 from tilewright.runners import journal
-from tilewright.runners.base import CannotDo, Job, LostConnection, Rental, RunnerError, State, open_runner
+from tilewright.runners.base import CannotDo, Job, LostConnection, Rental, RunnerError, State
 from tilewright.runners.finish import finish
+from tilewright.runners.registry import open_runner
 
 if reason := ray_head.missing():
     pytest.skip(reason, allow_module_level=True)
@@ -43,8 +44,8 @@ def entered(head: Head, checkout: Path, script: str, **more) -> Job:
     return journal.new_job(more.pop("target", head.target), ("bash", "-c", script), workdir=checkout, **more)
 
 
-def test_a_job_from_its_files_to_its_code(head: Head, checkout: Path, state: Path) -> None:
-    """The values of its variables are nowhere: not on the head's disk, its logs or its API, not in the journal."""
+def test_a_job_from_its_files_to_its_exit_code(head: Head, checkout: Path, state: Path) -> None:
+    """The values of its variables are stored nowhere: not on the head's disk, in its logs, API or in the journal."""
     runner = open_runner(head.target)
     script = (
         'ls -A; echo err >&2; echo "${#PASSWORD} chips $TPU_VISIBLE_CHIPS"; mkdir results; echo {} >results/x.json; '
@@ -69,7 +70,7 @@ def test_a_job_from_its_files_to_its_code(head: Head, checkout: Path, state: Pat
     assert "hunter2" not in told
 
 
-def test_a_job_that_ends_while_nobody_watches_is_reported(head: Head, checkout: Path) -> None:
+def test_a_job_that_ends_unobserved_is_reported(head: Head, checkout: Path) -> None:
     words = ["run", "--on", head.target, "--workdir", str(checkout), "--no-wait", "--fetch", "made"]
     done = CliRunner().invoke(app, [*words, "--", "bash", "-c", "echo out; touch made; exit 5"])
     assert done.exit_code == 0, done.output
@@ -86,7 +87,7 @@ def test_a_job_that_ends_while_nobody_watches_is_reported(head: Head, checkout: 
     assert re.search(rf"{id}.*failed.*5", listed.stdout)
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(head: Head, checkout: Path) -> None:
+def test_following_continues_where_a_connection_broke(head: Head, checkout: Path) -> None:
     with breaking_proxy(head) as (target, links):
         job = entered(head, checkout, "for i in $(seq 40); do echo line $i; sleep 0.1; done; exit 3", target=target)
         runner = open_runner(target)
@@ -104,7 +105,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(head: Head, checkout: Pa
         assert finish(runner, job, checkout).status.exit_code == 3
 
 
-def test_cancel_stops_what_the_job_started_and_two_at_once_do_not_mix(head: Head, checkout: Path) -> None:
+def test_cancel_stops_every_process_and_concurrent_jobs_do_not_mix(head: Head, checkout: Path) -> None:
     runner = open_runner(head.target)
     beat = checkout / "beat"
     beating = f"(while :; do date +%s%N >>{beat}; sleep 0.05; done) & echo one; sleep 100"
@@ -127,13 +128,13 @@ def test_cancel_stops_what_the_job_started_and_two_at_once_do_not_mix(head: Head
     assert not runner.cancel(two)
 
 
-def test_a_killed_submitter_leaves_a_job_that_is_found(head: Head, checkout: Path) -> None:
-    """kill -9 after the submission and before it was told: the id is in the journal, and Ray knows it by the same."""
+def test_the_job_of_a_killed_submitter_is_found(head: Head, checkout: Path) -> None:
+    """kill -9 right after the submission: the id is in the journal, and Ray has the job under the same id."""
     job = entered(head, checkout, "echo found; exit 6")
     code = f"""
 import os, signal
 from tilewright.runners import journal
-from tilewright.runners.base import open_runner
+from tilewright.runners.registry import open_runner
 runner = open_runner({head.target!r})
 client = runner._client
 submit = client.submit_job
@@ -147,7 +148,7 @@ runner.submit(journal.find({job.id!r}))
     assert "".join(runner.logs(job, follow=False)) == "found\n"
 
 
-def test_ctrl_c_stops_watching_and_not_the_job(head: Head, checkout: Path) -> None:
+def test_ctrl_c_stops_following_and_not_the_job(head: Head, checkout: Path) -> None:
     words = [
         sys.executable,
         "-m",
@@ -185,15 +186,15 @@ def test_each_refusal_is_one_line_with_the_remedy(
     head: Head, checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = entered(head, checkout, "true")
-    with pytest.raises(RunnerError, match=rf"{head.target} has no job {job.id}: the head was started again since"):
+    with pytest.raises(RunnerError, match=rf"{head.target} has no job {job.id}: the head was restarted since"):
         open_runner(head.target).status(job)
     with pytest.raises(LostConnection, match=r"ray:127.0.0.1:1 does not answer .*; is the head up"):
         open_runner("ray:127.0.0.1:1").status(job)
-    with pytest.raises(CannotDo, match=r"Ray rents no machines here; use --on sky:CLUSTER"):
+    with pytest.raises(CannotDo, match=r"this runner rents no machines; use --on sky:CLUSTER"):
         open_runner(head.target).plan(Rental(accelerator="H100:1"))
     with pytest.raises(CannotDo, match=r"each Ray job uploads its own files"):
         open_runner(head.target).sync(checkout)
-    with pytest.raises(CannotDo, match=r"who started this Ray cluster stops it"):
+    with pytest.raises(CannotDo, match=r"this runner did not start the cluster; stop it with `ray down`"):
         open_runner(head.target).down()
     (tmp_path / "expired").write_text("f" * 48)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "expired"))
@@ -203,5 +204,5 @@ def test_each_refusal_is_one_line_with_the_remedy(
     with pytest.raises(RunnerError, match=r"RAY_AUTH_TOKEN_PATH=\S+nowhere is not a file; write"):
         open_runner(head.target)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    with pytest.raises(RunnerError, match=r"wants a token, and there is none; write the cluster's token to"):
+    with pytest.raises(RunnerError, match=r"requires a token, and there is none; write the cluster's token to"):
         open_runner(head.target).submit(job)

@@ -1,4 +1,4 @@
-"""The launch scripts, with a `uv` that tells what it was asked for: the CLI does the work, and is tested elsewhere."""
+"""The launch scripts, with a `uv` that prints its arguments: the CLI that does the work is tested elsewhere."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def test_a_launch_names_the_cluster_before_it_rents(root: Path) -> None:
     assert len((root / ".cluster_name_gpu").read_text().strip()) == 60
 
 
-def test_sync_goes_to_the_newest_unless_told(root: Path) -> None:
+def test_sync_defaults_to_the_newest_cluster(root: Path) -> None:
     ran(root, f"{root}/scripts/launch_tpu.sh", "tpu-v6e-1", "one")
     ran(root, f"{root}/scripts/launch_gpu.sh", "H100:1", "two")
     os.utime(root / ".cluster_name_tpu", (1, 1))
@@ -49,7 +49,7 @@ def test_sync_goes_to_the_newest_unless_told(root: Path) -> None:
     assert ran(root, sync, "cpu").stderr == "usage: scripts/sync_code.sh [tpu|gpu], not cpu\n"
 
 
-def test_what_is_missing_is_told(root: Path) -> None:
+def test_missing_arguments_are_errors(root: Path) -> None:
     done = ran(root, f"{root}/scripts/launch_gpu.sh", "H100:1")
     assert done.returncode == 2
     assert done.stderr.startswith("usage: scripts/launch_gpu.sh ACCELERATOR EXPERIMENT [OPTIONS], such as scripts/")

@@ -1,4 +1,4 @@
-"""SkyPilot's validation and dry run, over a small catalog with made-up prices; no account, no server, no network."""
+"""SkyPilot's validation and dry run over a small catalog with made-up prices, without account, server or network."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ PRICES = {
 
 
 def plans(home: Path, clouds: list[str], rentals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A process for all of them: importing SkyPilot is most of the time."""
+    """One process for all of them, since most of the time is importing SkyPilot."""
     shutil.copytree(HERE / "catalog", home / ".sky" / "catalogs" / "v8")
     (home / ".sky" / "config.yaml").write_text(f"allowed_clouds: {clouds or ['gcp']}\n")
     environment = os.environ | {
@@ -55,11 +55,12 @@ def plans(home: Path, clouds: list[str], rentals: list[dict[str, Any]]) -> list[
 
 
 @needs_sky
-def test_what_can_be_had_is_priced_and_what_cannot_is_one_line(tmp_path: Path) -> None:
+def test_available_machines_are_priced_and_others_are_one_line(tmp_path: Path) -> None:
     rentals: list[dict[str, Any]] = [{"accelerator": name} for name in PRICES]
     rentals += [
         {"accelerator": "tpu-v6e-8", "spot": True},
         {"accelerator": "tpu-v6e-7"},
+        {"accelerator": "tpu-v7x-8"},  # SkyPilot 0.14.1 offers none.
         {"accelerator": "H200:1"},
         {"accelerator": None, "template": str(SCRIPTS / "tpu_resource.sky.yaml")},
         {"accelerator": "tpu-v4-8", "template": str(SCRIPTS / "tpu_resource.sky.yaml"), "idle_minutes": 30},
@@ -71,13 +72,14 @@ def test_what_can_be_had_is_priced_and_what_cannot_is_one_line(tmp_path: Path) -
     assert [answer.get("price") for answer in answers[: len(PRICES)]] == list(PRICES.values())
     assert answers[5]["lines"][-1] == "sky:test: $16.00 an hour; torn down after 10 idle minutes"
     assert any(re.search(r"GCP \(us-east5-b\).*tpu-v6e-8:1.*16\.00", line) for line in answers[5]["lines"])
-    spot, seven, one_h200, tpus, v4, gpus, nowhere, no_file = answers[len(PRICES) :]
+    spot, seven, v7x, one_h200, tpus, v4, gpus, nowhere, no_file = answers[len(PRICES) :]
     assert spot["price"] == 8.0
     assert re.match(r"sky:test cannot be had: Catalog does not contain any instances .*tpu-v6e-7", seven["error"])
+    assert re.match(r"sky:test cannot be had: .*tpu-v7x-8", v7x["error"])
     assert re.match(r"sky:test cannot be had: .*H200", one_h200["error"])
     assert tpus["price"] == 2.0
     assert tpus["stops"] == [True, True, 10]
-    # Another generation than the template's has another runtime.
+    # A generation other than the template's has its own runtime.
     assert (v4["price"], tpus["runtime"], v4["runtime"]) == (8.0, "v2-alpha-tpuv6e", answers[0]["runtime"])
     assert v4["runtime"] != tpus["runtime"]
     assert v4["stops"] == [True, True, 30]
@@ -89,14 +91,14 @@ def test_what_can_be_had_is_priced_and_what_cannot_is_one_line(tmp_path: Path) -
 
 
 @needs_sky
-def test_without_credentials_the_remedy_is_told(tmp_path: Path) -> None:
+def test_missing_credentials_are_an_error_with_the_remedy(tmp_path: Path) -> None:
     (answer,) = plans(tmp_path, [], [{"accelerator": "tpu-v6e-8"}])
     assert answer["error"].startswith(
         "sky:test: SkyPilot has no valid credentials for any cloud on this machine; `sky check`"
     )
 
 
-def test_the_price_is_the_chosen_rows() -> None:
+def test_the_price_is_that_of_the_chosen_row() -> None:
     table = " A   x   1.00\n GCP (us)   a3   26   234   H100:1   3.50       \x1b[32m   ✔\x1b[0m  \n".replace(
         "\x1b[32m", ""
     )
@@ -113,5 +115,5 @@ def test_the_price_is_the_chosen_rows() -> None:
         "out (pid=3) more",
     ],
 )
-def test_skypilots_prefix_is_taken_off_and_nothing_else(line: str) -> None:
+def test_only_skypilots_prefix_is_removed(line: str) -> None:
     assert _PREFIX.sub("", line, count=1) == "out (pid=3) more"

@@ -1,7 +1,7 @@
-"""The whole life of a SkyPilot cluster, on a real Slurm on loopback with one fake H100. `pytest -m slurm`, some minutes.
+"""The life of a SkyPilot cluster, on a real Slurm on loopback with one fake H100. `pytest -m slurm`, some minutes.
 
-Outside, one test runs this file again in namespaces of its own, beside the daemons of slurm_on_loopback.sh. Inside, the
-tests are steps of one cluster's life, in this order.
+Outside, one test runs this file again in its own namespaces, next to the daemons of slurm_on_loopback.sh. Inside, the
+tests are the steps in the life of one cluster, in this order.
 """
 
 import contextlib
@@ -22,16 +22,17 @@ from typer.testing import CliRunner
 
 from tilewright.cli.main import app
 from tilewright.cli.screen import Mistake
-from tilewright.core.records import checkout_commit, read_records
 from tilewright.runners import journal, supervise
-from tilewright.runners.base import Job, RunnerError, State, open_runner
+from tilewright.runners.base import Job, RunnerError, State
 from tilewright.runners.finish import finish
+from tilewright.runners.registry import open_runner
+from tilewright.workbench.records import checkout_commit, read_records
 
 pytestmark = pytest.mark.slurm
 INSIDE = os.environ.get("TILEWRIGHT_TEST_SLURM")
 HERE = Path(__file__).resolve()
 ON = "sky:life"
-SERVER = 46580  # Where SkyPilot's own server listens; the network is not private, since packages come over it.
+SERVER = 46580  # The port of SkyPilot's server; the network is shared, since packages are downloaded over it.
 NAMESPACES = ["unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
 outside = pytest.mark.skipif(INSIDE is not None, reason="this is inside")
 inside = pytest.mark.skipif(INSIDE is None, reason="run inside, by test_the_life_of_a_cluster")
@@ -47,9 +48,9 @@ def missing() -> str | None:
         if shutil.which(command, path=f"{os.environ['PATH']}:/usr/sbin") is None:
             return f"{command} is not installed: bash scripts/setup_slurm.sh"
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", SERVER), timeout=2):
-        return "a SkyPilot server runs on this machine, and the test would ask that one: `sky api stop` first"
+        return "a SkyPilot server runs on this machine, and the test would use it: `sky api stop` first"
     if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
-        return "this machine's root may not make namespaces"
+        return "root may not create namespaces on this machine"
     return None
 
 
@@ -57,7 +58,7 @@ def missing() -> str | None:
 def test_the_life_of_a_cluster(tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)
-    directory = Path("/tmp") / f"tws{os.getpid()}"  # A short path: it holds sockets.
+    directory = Path("/tmp") / f"tws{os.getpid()}"  # A short path, since it has sockets.
     directory.mkdir()
     catalogs = directory / "home" / ".sky" / "catalogs" / "v8"
     shutil.copytree(HERE.parent / "catalog", catalogs)
@@ -87,7 +88,7 @@ def test_the_life_of_a_cluster(tmp_path: Path) -> None:
         done = subprocess.run([*words, "--durations=0"], env=environment, stdin=subprocess.DEVNULL, timeout=1800)
         assert done.returncode == 0
     finally:
-        daemons.kill()  # The first process of a pid namespace: with it go the daemons, SkyPilot's server and every job.
+        daemons.kill()  # The first process of a pid namespace: the daemons, SkyPilot's server and every job end too.
         daemons.wait()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -97,7 +98,7 @@ def test_the_life_of_a_cluster(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One journal for all the steps, in place of each test's own."""
+    """One journal for all steps, instead of one per test."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def command(*words: str) -> list[str]:
 
 
 def slurm_jobs() -> list[str]:
-    """The numbers of what is rented from Slurm. SkyPilot also runs short jobs of its own there, to see what it can do."""
+    """The numbers of the rented Slurm jobs. SkyPilot also runs short jobs there, to find what Slurm has."""
     listed = subprocess.run(["squeue", "-h", "-o", "%j %i"], capture_output=True, text=True, check=True).stdout
     return [line.split()[1] for line in listed.splitlines() if line.startswith("life")]
 
@@ -140,7 +141,7 @@ def slurm_jobs() -> list[str]:
 def until(what, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.2)
 
 
@@ -155,7 +156,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def processes(word: str) -> list[int]:
-    """The pids of this namespace whose command line has the word."""
+    """The pids of this namespace whose command line contains the word."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and entry.name != str(os.getpid()):
@@ -167,12 +168,12 @@ def processes(word: str) -> list[int]:
 
 
 @inside
-def test_a_machine_that_cannot_go_by_itself_is_kept_only_if_told() -> None:
+def test_a_machine_without_autostop_needs_keep() -> None:
     with pytest.raises(
-        Mistake, match=r"--infra slurm cannot give a machine back by itself; pass --keep, and `tilewright"
+        Mistake, match=r"--infra slurm cannot give a machine back by itself; pass --keep, and run `tilewright"
     ):
         said(*LAUNCH, "--yes")
-    with pytest.raises(Mistake, match=rf"{ON} costs money and nobody is here to ask; pass --yes to rent it"):
+    with pytest.raises(Mistake, match=rf"{ON} costs money and there is no terminal to confirm on; pass --yes"):
         said(*LAUNCH, "--keep")
     code, _, plan = said(*LAUNCH, "--keep", "--dry-run")
     assert code == 0
@@ -182,7 +183,7 @@ def test_a_machine_that_cannot_go_by_itself_is_kept_only_if_told() -> None:
 
 
 @inside
-def test_a_launch_killed_in_the_middle_is_taken_up_and_nothing_is_rented_twice() -> None:
+def test_a_killed_launch_is_resumed_and_nothing_is_rented_twice() -> None:
     with started(*LAUNCH, "--keep", "--yes") as first:
         until(lambda: slurm_jobs() or first.poll() is not None, 240)
         assert first.poll() is None, first.communicate()[0]
@@ -190,7 +191,7 @@ def test_a_launch_killed_in_the_middle_is_taken_up_and_nothing_is_rented_twice()
         first.send_signal(signal.SIGKILL)
     code, out, err = said(*LAUNCH, "--keep", "--yes")
     assert code == 0, out + err
-    assert slurm_jobs() == rented  # The same one, by its number; and no other.
+    assert slurm_jobs() == rented  # The same Slurm job, and no other.
     assert len(rented) == 1
     assert f"{ON} is up" in out
     code, _, err = said(*LAUNCH, "--keep", "--dry-run")
@@ -199,7 +200,7 @@ def test_a_launch_killed_in_the_middle_is_taken_up_and_nothing_is_rented_twice()
 
 
 @inside
-def test_an_exec_that_fails_has_its_own_code_and_brings_its_files(project: Path) -> None:
+def test_a_failed_command_keeps_its_exit_code_and_its_files_are_fetched(project: Path) -> None:
     script = 'ls -A; echo err >&2; echo "${#PASSWORD}"; mkdir -p results; echo {} >results/x.json; printf end; exit 9'
     words = ["--env", "PASSWORD=hunter2hunter2", "--fetch", "results/x.json", "--fetch", "nope"]
     code, out, err = said("run", "--on", ON, *words, "--", "bash", "-c", script)
@@ -229,7 +230,7 @@ def test_a_changed_file_is_synced(project: Path) -> None:
 
 
 @inside
-def test_a_job_nobody_watches_is_reported_with_its_code_and_log() -> None:
+def test_an_unobserved_job_is_reported_with_its_exit_code_and_log() -> None:
     code, out, _ = said("run", "--on", ON, "--no-wait", "--name", "alone", "--", "bash", "-c", "echo out; exit 5")
     assert code == 0
     id = out.strip()
@@ -242,7 +243,7 @@ def test_a_job_nobody_watches_is_reported_with_its_code_and_log() -> None:
 
 
 @inside
-def test_two_at_once_take_turns_and_do_not_mix_and_cancel_stops_one(project: Path) -> None:
+def test_two_jobs_take_turns_and_do_not_mix_and_cancel_stops_one(project: Path) -> None:
     runner = open_runner(ON)
     beat = project.parent / "beat"
     one = _submitted(f"(while :; do date >>{beat}; sleep 0.1; done) & echo one; sleep 1000", project)
@@ -256,7 +257,7 @@ def test_two_at_once_take_turns_and_do_not_mix_and_cancel_stops_one(project: Pat
     size = beat.stat().st_size
     time.sleep(1)
     assert beat.stat().st_size == size
-    assert "".join(runner.logs(one, follow=False)).startswith("one\n")  # And Slurm's word on who cancelled it.
+    assert "".join(runner.logs(one, follow=False)).startswith("one\n")  # Then Slurm's message about the cancellation.
 
 
 def _submitted(script: str, project: Path) -> Job:
@@ -266,8 +267,8 @@ def _submitted(script: str, project: Path) -> Job:
 
 
 @inside
-def test_a_server_that_dies_while_a_log_is_followed_is_no_end(project: Path) -> None:
-    """SkyPilot's own server is killed: it is started again, and the log goes on where it was."""
+def test_following_a_log_survives_the_death_of_skypilots_server(project: Path) -> None:
+    """SkyPilot's server is killed: it is started again, and the log continues where it stopped."""
     job = _submitted("for i in $(seq 60); do echo line $i; sleep 0.5; done; exit 3", project)
     runner = open_runner(ON)
     text, killed = "", False
@@ -276,7 +277,7 @@ def test_a_server_that_dies_while_a_log_is_followed_is_no_end(project: Path) -> 
         if not killed and text.count("\n") >= 5:
             killed = True
             (server,) = processes("sky.server.server --host")
-            for pid in (server, *supervise.descendants(server)):  # What is left of it would hold its ports.
+            for pid in (server, *supervise.descendants(server)):  # Its children would keep its ports.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert killed
@@ -285,10 +286,10 @@ def test_a_server_that_dies_while_a_log_is_followed_is_no_end(project: Path) -> 
 
 
 @inside
-def test_cancel_during_sync_leaves_nothing_running(project: Path) -> None:
+def test_cancel_during_sync_leaves_no_process(project: Path) -> None:
     big = project / "big.bin"
     with big.open("wb") as file:
-        file.truncate(3 * 2**30)  # Sparse: nothing on disk, and a while for rsync.
+        file.truncate(3 * 2**30)  # Sparse: it takes no disk space, and rsync a while.
     before = len(open_runner(ON).jobs())
     try:
         with started("run", "--on", ON, "--name", "never", "--", "bash", "-c", "echo ran") as process:
@@ -305,8 +306,8 @@ def test_cancel_during_sync_leaves_nothing_running(project: Path) -> None:
 
 
 @inside
-def test_bench_runs_itself_there_and_shows_the_same_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From this very checkout, by `uv run` there."""
+def test_bench_runs_there_and_shows_the_same_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From this checkout, by `uv run` there."""
     monkeypatch.chdir(HERE.parents[2])
     records = tmp_path / "bench.jsonl"
     words = ["--implementation", "xla", "--dtype", "float32", "--seconds", "0.05", "--records", str(records)]
@@ -323,36 +324,36 @@ def test_bench_runs_itself_there_and_shows_the_same_table(monkeypatch: pytest.Mo
 
 
 @inside
-def test_what_is_rented_is_listed_with_its_age_and_cost() -> None:
+def test_rented_machines_are_listed_with_their_age_and_cost() -> None:
     assert re.search(rf"{ON}.*H100:1.*UP.*(min|s) .*\$0\.00 an hour.*\$0\.00.*never", said("remote", "list")[1])
 
 
 @inside
 def test_each_refusal_is_one_line_with_the_remedy() -> None:
     with pytest.raises(
-        Mistake, match=r"sky:nowhere is not there; `tilewright remote list` shows what is, and `tilewright"
+        Mistake, match=r"sky:nowhere does not exist; `tilewright remote list` shows the clusters that do, and `tilew"
     ):
         said("remote", "exec", "--on", "sky:nowhere", "--", "true")
-    with pytest.raises(Mistake, match=r"sky:nowhere is not there; pass --accelerator to rent it"):
+    with pytest.raises(Mistake, match=r"sky:nowhere does not exist; pass --accelerator to rent it"):
         said("run", "--on", "sky:nowhere", "--", "true")
-    with pytest.raises(Mistake, match=r"sky:nowhere is not there"):
+    with pytest.raises(Mistake, match=r"sky:nowhere does not exist"):
         said("remote", "down", "sky:nowhere")
-    with pytest.raises(Mistake, match=rf"{ON} is there and has H100:1, not H200:1; use another name, or `tilewright"):
+    with pytest.raises(Mistake, match=rf"{ON} exists and has H100:1, not H200:1; use another name, or run `tilewright"):
         said("remote", "launch", "--on", ON, "--accelerator", "H200:1", "--infra", "slurm", "--keep", "--yes")
     with pytest.raises(Mistake, match=r"sky:more cannot be had: .*'H100': 2"):
         said("remote", "launch", "--on", "sky:more", "--accelerator", "H100:2", "--infra", "slurm", "--keep", "--yes")
 
 
 @inside
-def test_down_gives_it_back_and_says_what_is_lost(project: Path) -> None:
+def test_down_tears_it_down_and_its_files_are_lost(project: Path) -> None:
     job = _submitted("echo unseen", project)
     until(lambda: open_runner(ON).status(job).state.over, 60)
     code, out, _ = said("remote", "down", ON)
-    assert (code, out) == (0, f"{ON} is given back\n")
+    assert (code, out) == (0, f"{ON} is torn down\n")
     until(lambda: not slurm_jobs(), 60)
     assert said("remote", "list")[1] == "Nothing is rented.\n"
     lost = open_runner(ON).status(job)
     assert lost.state is State.LOST
-    assert "what it left there is gone" in lost.note
-    with pytest.raises(RunnerError, match=rf"{ON} is not there"):
+    assert "its files there are gone" in lost.note
+    with pytest.raises(RunnerError, match=rf"{ON} does not exist"):
         open_runner(ON).submit(job)

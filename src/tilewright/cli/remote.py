@@ -1,4 +1,4 @@
-"""`tilewright remote`: the machines that run jobs, and the jobs on them, one step at a time."""
+"""`tilewright remote`: rents machines and manages the jobs on them, one step per command."""
 
 import time
 from pathlib import Path
@@ -23,26 +23,28 @@ from tilewright.cli.run import (
 from tilewright.cli.screen import arguments, console, duration
 from tilewright.runners import journal
 from tilewright.runners.accelerator import Accelerator
-from tilewright.runners.base import Job, Rental, Runner, RunnerError, State, Status, open_runner
+from tilewright.runners.base import Job, Rental, Runner, RunnerError, State, Status
 from tilewright.runners.finish import log_of, status_of
+from tilewright.runners.registry import open_runner
+from tilewright.runners.skypilot import clusters
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""Machines that run jobs, and the jobs on them.
+    help="""Rented machines, and the jobs on them.
 
 **Rent** a machine, after its price is shown: `tilewright remote launch --on sky:mine --accelerator tpu-v6e-8`
 
-**Run** on it: `tilewright remote exec --on sky:mine -- uv run --extra tpu pytest`, or `tilewright run`, which does it all
+**Run** on it: `tilewright remote exec --on sky:mine -- uv run --extra tpu pytest`, or `tilewright run`, which rents
 
-**Watch** a job from any terminal: `tilewright remote logs JOB --follow`, `status`, `wait`, `cancel`
+**Follow** a job from any terminal: `tilewright remote logs JOB --follow`, `status`, `wait`, `cancel`
 
-**Look after the money**: `tilewright remote list`, `tilewright remote down sky:mine`
+**Control costs**: `tilewright remote list`, `tilewright remote down sky:mine`
 """,
 )
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or how it begins.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or the start of it.")]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="sky:CLUSTER.")]
-Workdir = Annotated[Path, typer.Option(help="The checkout whose files go along.")]
+Workdir = Annotated[Path, typer.Option(help="The checkout whose files are uploaded.")]
 _MISTAKES = (ValueError, RunnerError)
 _SHOWN = 20
 
@@ -52,29 +54,29 @@ def launch(
     on: Annotated[str, typer.Option(help="sky:CLUSTER, with a name of your choice.")],
     accelerator: AcceleratorOption = None,
     infra: Annotated[
-        str | None, typer.Option(help="gcp, gcp/us-east5, slurm: the cheapest there is unless told.")
+        str | None, typer.Option(help="Where to rent: gcp, gcp/us-east5, slurm. Defaults to the cheapest offer.")
     ] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="Cheaper, and the cloud may take it back at any time.")] = False,
-    idle_minutes: Annotated[int, typer.Option(help="Torn down after so long without a job.")] = 10,
+    spot: Annotated[bool, typer.Option("--spot", help="Cheaper; the cloud may preempt it at any time.")] = False,
+    idle_minutes: Annotated[int, typer.Option(help="Minutes without a job after which it is torn down.")] = 10,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Never torn down by itself: the bill runs until `remote down`.")
+        bool, typer.Option("--keep", help="Do not tear it down when idle: it costs money until `remote down`.")
     ] = False,
     template: Annotated[
         Path | None, typer.Option(help="A SkyPilot YAML file with setup, disk, image and the like.")
     ] = None,
     workdir: Workdir = Path("."),
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and its price, rent nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and its price; rent nothing.")] = False,
     yes: Yes = False,
 ) -> None:
-    """Rent a machine, or find it if it is there: the plan and its price first, then the question, then the launch.
+    """Rent a machine, or take it if it exists: shows the plan and its price, asks for confirmation, and launches it.
 
-    A launch that was stopped half-way is taken up by the same command: a name is one cluster, and never two.
+    The same command resumes a launch that was interrupted: one name never becomes two clusters.
     """
     with arguments(mistakes=_MISTAKES):
         runner = open_runner(on)
         if accelerator is None and template is None:
             raise ValueError(
-                "--accelerator is missing; say what to rent (tpu-v6e-8, H200:1), or name a --template that does"
+                "--accelerator is missing; name what to rent (tpu-v6e-8, H200:1), or a --template that does"
             )
         rental = Rental(
             accelerator=None if accelerator is None else Accelerator.parse(accelerator).name,
@@ -86,13 +88,13 @@ def launch(
         rent(runner, rental, workdir, yes=yes, only_plan=dry_run)
     if not dry_run:
         console().print(
-            f"{runner.target} is up; `tilewright remote down {runner.target}` gives it back", highlight=False
+            f"{runner.target} is up; `tilewright remote down {runner.target}` tears it down", highlight=False
         )
 
 
 @app.command()
 def sync(on: On, workdir: Workdir = Path(".")) -> None:
-    """Bring the checkout's files to a cluster, without those that git ignores. A file deleted here stays there."""
+    """Copy the checkout's files to a cluster, except those that git ignores. Deleted files are not deleted there."""
     with arguments(mistakes=_MISTAKES):
         began = time.monotonic()
         runner = open_runner(on)
@@ -107,10 +109,10 @@ def exec(
     accelerator: AcceleratorOption = None,
     env: Environment = None,
     fetch: Fetch = None,
-    name: Annotated[str | None, typer.Option(help="The job's name; the command's unless told.")] = None,
+    name: Annotated[str | None, typer.Option(help="The job's name. Defaults to the command's.")] = None,
     workdir: Workdir = Path("."),
 ) -> None:
-    """Run a command on what is there: like `tilewright run`, and never rents."""
+    """Run a command on an existing cluster: like `tilewright run`, but never rents."""
     with arguments(mistakes=_MISTAKES):
         job, runner = prepare(on, tuple(command), accelerator, env, fetch, name, workdir)
         submit(runner, job)
@@ -119,17 +121,17 @@ def exec(
 
 @app.command()
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="A job's id; the newest ones unless told.")] = None,
-    on: Annotated[str | None, typer.Option(help="Every job there, also those started from elsewhere.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="A job's id. Defaults to the newest jobs.")] = None,
+    on: Annotated[str | None, typer.Option(help="List every job there, including those started elsewhere.")] = None,
 ) -> None:
-    """How jobs are: those started from this machine, or one of them, or all there are somewhere."""
+    """Show the status of the jobs started from this machine, of one of them, or of all jobs in a place."""
     if on is not None:
         with arguments(mistakes=_MISTAKES):
             rows = [(id, on, each, "") for id, each in open_runner(on).jobs()]
     else:
         with arguments(mistakes=_MISTAKES):
             chosen = list(journal.every())[:_SHOWN] if job is None else [journal.find(job)]
-        rows = [(each.id, each.target, _asked(each), " ".join(each.command)) for each in chosen]
+        rows = [(each.id, each.target, _status_or_lost(each), " ".join(each.command)) for each in chosen]
     table = Table()
     for column in ("job", "on", "state", "exit code", "command", "note"):
         table.add_column(column, overflow="fold")
@@ -139,8 +141,8 @@ def status(
     console().print(table)
 
 
-def _asked(job: Job) -> Status:
-    """A place that does not answer is a line of the table, not the end of it."""
+def _status_or_lost(job: Job) -> Status:
+    """A runner that does not answer is one row of the table, not an error of the whole command."""
     try:
         return status_of(open_runner(job.target), job)
     except (RunnerError, ValueError) as error:
@@ -150,27 +152,29 @@ def _asked(job: Job) -> Status:
 @app.command()
 def logs(
     job: JobId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until it is over; returns its exit code.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until it has ended; returns its exit code.")] = False,
 ) -> None:
-    """What a job printed. With --follow a lost connection is taken up where it broke."""
+    """Print a job's output. --follow reconnects after a lost connection and continues where it stopped."""
     with arguments(mistakes=_MISTAKES):
         found, runner = _find(job)
-        if not follow or journal.kept_status(found.id) is not None:
+        if not follow or journal.final_status(found.id) is not None:
             typer.echo(log_of(runner, found), nl=False)
             if not follow:
                 return
-    raise typer.Exit(bring(runner, found).code if journal.kept_status(found.id) else watch(runner, found).code)
+    raise typer.Exit(bring(runner, found).code if journal.final_status(found.id) else watch(runner, found).code)
 
 
 @app.command()
 def wait(
     job: JobId,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which to give up, with exit code 2.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which to stop waiting, with exit code 2.")
+    ] = None,
 ) -> None:
-    """Wait until a job is over, bring its log and files, and return its exit code."""
+    """Wait until a job has ended, fetch its log and files, and return its exit code."""
     with arguments(mistakes=(*_MISTAKES, TimeoutError)):
         found, runner = _find(job)
-        if journal.kept_status(found.id) is None:
+        if journal.final_status(found.id) is None:
             runner.wait(found, timeout_s=timeout)
         ended = bring(runner, found)
     console().print(f"job {found.id} {ended.state}, exit code {ended.code}", highlight=False)
@@ -182,35 +186,33 @@ def cancel(job: JobId) -> None:
     """Stop a job and everything it started."""
     with arguments(mistakes=_MISTAKES):
         found, runner = _find(job)
-        stopped = journal.kept_status(found.id) is None and runner.cancel(found)
+        stopped = journal.final_status(found.id) is None and runner.cancel(found)
         if stopped and runner.target != "local":
             bring(runner, found)
-    what = "is cancelled" if stopped else f"was over already: {status_of(runner, found).state}"
+    what = "is cancelled" if stopped else f"had already ended: {status_of(runner, found).state}"
     console().print(f"job {found.id} {what}", highlight=False)
 
 
 @app.command()
 def down(target: Target) -> None:
-    """Give a machine back, with everything on it. What jobs left there and was not fetched is gone."""
+    """Tear a machine down, with everything on it. Files that were not fetched are lost."""
     with arguments(mistakes=_MISTAKES):
         runner = open_runner(target)
         runner.down()
-    console().print(f"{runner.target} is given back", highlight=False)
+    console().print(f"{runner.target} is torn down", highlight=False)
 
 
 @app.command("list")
 def list_clusters() -> None:
-    """What is rented now: since when, at what price, what it has cost so far, and when it goes by itself."""
+    """List the rented machines: their age, price, cost so far, and when they are torn down."""
     with arguments(mistakes=_MISTAKES):
-        from tilewright.runners.skypilot import clusters
-
         found = clusters()
     if not found:
         console().print("Nothing is rented.")
         return
     now = time.time()
     table = Table()
-    for column in ("cluster", "resources", "state", "age", "price", "cost so far", "goes by itself"):
+    for column in ("cluster", "resources", "state", "age", "price", "cost so far", "torn down"):
         table.add_column(column, overflow="fold")
     for each in found:
         price = "not known" if each.dollars_per_hour is None else f"${each.dollars_per_hour:.2f} an hour"

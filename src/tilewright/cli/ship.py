@@ -1,10 +1,11 @@
-"""`--on` for any verb: the verb runs itself on another machine, and its records come back.
+"""`--on` for any verb: the verb runs on another machine, and its records are fetched.
 
     @runs_elsewhere(check=_settle, records="records", show=_show)
     def bench(...)
 
-gives a verb --on, --accelerator, --env and --yes. With --on the words of the command line, without these, are run there by
-`uv run` with the extra that the accelerator needs. They are checked here first: a mistyped name must not rent a machine.
+adds --on, --accelerator, --env and --yes to a verb. With --on, `uv run` there runs the same command line without these
+options, with the extras that the command line and the accelerator need. The arguments are checked here first, so that a
+mistyped name rents no machine.
 """
 
 import dataclasses
@@ -21,13 +22,13 @@ import typer
 
 from tilewright.cli.run import AcceleratorOption, Environment, Yes, fetched_into, prepare, submit, watch
 from tilewright.cli.screen import Mistake, arguments
-from tilewright.core.records import Record, append_records, read_records
 from tilewright.runners.accelerator import Accelerator
 from tilewright.runners.base import Job, Runner, RunnerError
 from tilewright.runners.payload import HAVE_UV
+from tilewright.workbench.records import Record, append_records, read_records
 
 _ON = Annotated[
-    str | None, typer.Option(help="Run it there instead: local, sky:CLUSTER, ray:ADDRESS. See `tilewright run --help`.")
+    str | None, typer.Option(help="Where to run it: local, sky:CLUSTER, ray:ADDRESS. See `tilewright run --help`.")
 ]
 _ADDED: dict[str, tuple[Any, Any]] = {
     "on": (_ON, None),
@@ -35,7 +36,7 @@ _ADDED: dict[str, tuple[Any, Any]] = {
     "env": (Environment, None),
     "yes": (Yes, False),
 }
-# Where the accelerator was not named, the machine says what it has.
+# Where no accelerator was named, the extra follows from the machine's devices.
 _EXTRA_THERE = (
     "$(if [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ]; then echo --extra tpu; "
     "elif [ -e /dev/nvidia0 ]; then echo --extra gpu; fi) "
@@ -49,11 +50,11 @@ def runs_elsewhere(
     here_only: tuple[str, ...] = (),
     show: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb `--on`. See the module.
+    """Adds `--on` to a verb; see the module.
 
-    `check`: called with the verb's arguments before anything is shipped. `records`: the verb's option for its records file:
-    the job, with --quiet, writes one of its own, which is fetched and appended to the one asked for, and `show` prints what
-    the verb would have printed here. `here_only`: options that are for this machine.
+    `check` is called with the verb's arguments before anything is uploaded. `records` names the verb's option for its
+    records file: the job runs with --quiet and a file of its own, which is fetched and appended to the requested one,
+    and `show` prints what the verb would have printed here. `here_only` names options that are for this machine.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +66,7 @@ def runs_elsewhere(
             if own["on"] is None:
                 for name in ("accelerator", "env", "yes"):
                     if own[name]:
-                        raise Mistake(f"--{name} is for another machine; pass --on too, or leave it out")
+                        raise Mistake(f"--{name} is for another machine; pass --on too, or omit it")
                 return verb(**given)
             with arguments():
                 check(**given)
@@ -92,7 +93,7 @@ def runs_elsewhere(
 
 
 def command_line(ctx: Any, leave_out: set[str]) -> list[str]:
-    """The words that were given to a verb, without some options: arguments first, then options."""
+    """The command line of a verb without some options: arguments first, then options."""
     positional: list[str] = []
     options: list[str] = []
     for parameter in ctx.command.params:
@@ -121,7 +122,7 @@ def ship(
     yes: bool,
     with_records: bool,
 ) -> tuple[int, list[Record]]:
-    """Run `tilewright VERB WORDS` there; its exit code, and the records it made."""
+    """Runs `tilewright VERB WORDS` there. Returns its exit code and its records."""
     made = Path("results") / f"{verb}-{secrets.token_hex(4)}.jsonl"
     if with_records:
         words = [*words, "--records", str(made), "--quiet"]
@@ -130,18 +131,18 @@ def ship(
         fetch = [str(made)] if with_records else []
         job, runner = prepare(on, command, accelerator, env, fetch, verb, Path("."), rents=True, yes=yes)
         submit(runner, job)
-    # What a job says goes to stderr where a table of ours follows: then stdout has what it would have had here.
+    # The job's output goes to stderr where `show` prints a table, so that stdout has what it would have had here.
     code = watch(runner, job, stderr=with_records).code
     return code, _records(runner, job, made) if with_records else []
 
 
 def _command(on: str, accelerator: str | None, words: list[str]) -> tuple[str, ...]:
     if on == "local":
-        # `uv run` might change the environment that this very process runs from.
+        # `uv run` might change the environment that this process runs from.
         return (sys.executable, "-m", "tilewright.cli.main", *words)
     kind = Accelerator.parse(accelerator).extra if accelerator else None
     extra = f"--extra {kind} " if kind else _EXTRA_THERE
-    return ("bash", "-c", f"{HAVE_UV}; exec uv run {extra}tilewright {shlex.join(words)}")
+    return ("bash", "-c", f"{HAVE_UV}; exec uv run --extra bench {extra}tilewright {shlex.join(words)}")
 
 
 def _records(runner: Runner, job: Job, made: Path) -> list[Record]:
@@ -151,7 +152,7 @@ def _records(runner: Runner, job: Job, made: Path) -> list[Record]:
     records = list(read_records(path))
     if runner.target == "local":
         path.unlink()
-    # Git's history is not shipped: there, nobody knows the commit.
+    # Git's history is not uploaded, so the job does not know the commit.
     return [
         dataclasses.replace(
             each, provenance=dataclasses.replace(each.provenance, commit=each.provenance.commit or job.commit)

@@ -1,7 +1,7 @@
-"""Attention layers on the ops: hyperparameters in a frozen dataclass, weights and states as pytrees, pure functions.
+"""Attention layers: hyperparameters in a frozen dataclass, weights and states as pytrees, pure functions on the ops.
 
-Each layer has `init(key) -> weights`, `apply(weights, x, state=None) -> (y, state)`, `initial_state(batch) -> state` and
-`from_checkpoint(tensors, prefix) -> weights`. `apply` takes whole sequences, chunks of them and single tokens.
+Each layer has `init(key) -> weights`, `apply(weights, x, state=None) -> (y, state)`, `initial_state(batch) -> state`
+and `from_checkpoint(tensors, prefix) -> weights`. `apply` takes whole sequences, chunks of sequences and single tokens.
 """
 
 from tilewright.layers.attention import Attention as Attention

@@ -1,12 +1,13 @@
-"""Softmax attention as Qwen3 and Qwen3-Next have it: grouped heads, norms of queries and keys, rope, an output gate.
+"""Softmax attention of Qwen3 and Qwen3-Next: grouped-query heads, query and key norms, RoPE, an output gate.
 
 The state is a cache of keys and values, of one of two kinds:
 
-- **grown**, from a call with state=None: it holds exactly what was read, and each call makes a longer one. Nothing is
-  allotted that was not computed, so training pays nothing for it. Its shape changes: not for `scan`.
-- **fixed**, from `initial_state(batch, capacity=...)` or from a grown one's `with_capacity(...)`: room for so many tokens,
-  one shape for all calls, for decoding under `jit` and `scan`. A token past the end is an error where that can be known
-  when traced or run eagerly; under `jit` its output is NaN.
+- **grown**, from a call with state=None: it holds exactly the tokens that were read, and each call returns a longer
+  one. It allocates nothing beyond the keys and values that were computed anyway, so it is free in training. Its shape
+  changes from call to call, so it cannot be carried by `scan`.
+- **fixed**, from `initial_state(batch, capacity=...)` or from a grown cache's `with_capacity(...)`: it has room for
+  `capacity` tokens and one shape for all calls, for decoding under `jit` and `scan`. A token past the end is an error
+  where the length is known; under `jit` its output is NaN.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
 from tilewright.core.segments import segment_starts
 from tilewright.layers.projection import (
@@ -38,26 +40,28 @@ from tilewright.ops.rope.api import apply_rope
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionState:
-    """Keys and values of the tokens that were read."""
+    """The keys and values of the tokens read so far."""
 
     keys: Leaf  # [B, S, KV, C], rotated
     values: Leaf  # [B, S, KV, C]
-    first: Leaf = None  # [B] int32, where the last token's segment begins; None where no segments were given
-    length: Leaf = None  # int32, the tokens in a fixed cache; None in a grown one, which holds S
+    first: Leaf = None  # [B] int32, where the last token's segment starts; None where no segments were given
+    length: Leaf = None  # int32, the number of tokens in a fixed cache; None in a grown cache, which holds S
 
     def with_capacity(self, capacity: int) -> "AttentionState":
-        """A grown cache as a fixed one, with room for `capacity` tokens in all."""
-        held = self.keys.shape[1]
+        """Converts a grown cache to a fixed one with room for `capacity` tokens in total."""
+        length = self.keys.shape[1]
         if self.length is not None:
-            raise ValueError(f"this cache is a fixed one already, with room for {held} tokens; use it as it is")
-        if capacity < held:
-            raise ValueError(f"capacity={capacity} is less than the {held} tokens that are held; use at least {held}")
-        room = ((0, 0), (0, capacity - held), (0, 0), (0, 0))
+            raise ValueError(f"this cache is already a fixed one, with room for {length} tokens; use it as it is")
+        if capacity < length:
+            raise ValueError(
+                f"capacity={capacity} is less than the {length} tokens in the cache; use at least {length}"
+            )
+        room = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
         return AttentionState(
             keys=jnp.pad(self.keys, room),
             values=jnp.pad(self.values, room),
             first=self.first,
-            length=jnp.asarray(held, jnp.int32),
+            length=jnp.asarray(length, jnp.int32),
         )
 
 
@@ -80,23 +84,23 @@ class Attention:
     r"""Causal softmax attention.
 
     q, k = rope(norm(x Wq)), rope(norm(x Wk));  v = x Wv
-    o = softmax(q k^T / sqrt(C)) v over the tokens up to each one's own
+    o = softmax(q k^T / sqrt(C)) v, causal
     y = o Wo, or (o * sigmoid(x Wg)) Wo where gated
     """
 
     d_model: int
     num_heads: int
     num_kv_heads: int
-    """num_heads is a multiple of it: each key and value head serves several query heads."""
+    """A divisor of num_heads: num_heads / num_kv_heads query heads share each key and value head."""
     head_dim: int
     rope_theta: float | None = 10_000.0
-    """The base of the rotations' wavelengths; None for no rope."""
+    """The base of the RoPE frequencies; None for no RoPE."""
     rope_fraction: float = 1.0
-    """The part of a head's channels that rotate, the first ones; 0.25 in Qwen3-Next."""
+    """The fraction of a head's channels that RoPE rotates, counted from the first; 0.25 in Qwen3-Next."""
     qk_norm: bool = True
     """RMSNorm of each query and key head."""
     norm_offset: float = 0.0
-    """Added to the norms' weights; 1 in Qwen3-Next, whose weights are centred on 0."""
+    """Added to the norms' weights; 1 in Qwen3-Next, whose weights are centred at 0."""
     gated: bool = False
     """Whether the output is multiplied by sigmoid(x Wg), as in Qwen3-Next."""
     eps: float = 1e-6
@@ -105,8 +109,8 @@ class Attention:
         check_sizes(self, "d_model", "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}, since each key head "
-                f"serves as many query heads; use num_kv_heads=1, {self.num_heads}, or a divisor between"
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}, since the same number "
+                f"of query heads share each key head; use num_kv_heads=1, {self.num_heads}, or a divisor between"
             )
         if self.rope_theta is not None and self.rope_theta <= 0:
             raise ValueError(f"rope_theta={self.rope_theta} must be positive; use 10_000.0, or None for no rope")
@@ -118,7 +122,7 @@ class Attention:
 
     @property
     def rotated(self) -> int:
-        """The channels of a head that rope turns."""
+        """The number of channels of a head that RoPE rotates."""
         return int(self.head_dim * self.rope_fraction)
 
     def init(self, key: PRNGKeyArray, dtype: Any = jnp.float32) -> AttentionWeights:
@@ -139,24 +143,24 @@ class Attention:
     def from_checkpoint(self, tensors: Mapping[str, Any], prefix: str = "") -> AttentionWeights:
         """The weights under `prefix` ("model.layers.3.self_attn") of a Qwen3 or Qwen3-Next checkpoint, in its dtype.
 
-        A gated checkpoint packs q_proj by head: the head's query, then its gate.
+        In a gated checkpoint, q_proj has for each head the rows of its query, then those of its gate.
         """
-        held = Tensors(tensors, prefix)
+        checkpoint = Tensors(tensors, prefix)
         d, c = self.d_model, self.head_dim
         queries, values = self.num_heads * c, self.num_kv_heads * c
         gate_proj = None
         if self.gated:
-            packed = held.array("q_proj.weight", (self.num_heads, 2, c, d))
+            packed = checkpoint.array("q_proj.weight", (self.num_heads, 2, c, d))
             q_proj, gate_proj = (packed[:, part].reshape(queries, d).T for part in (0, 1))
         else:
-            q_proj = held.projection("q_proj", d, queries)
+            q_proj = checkpoint.projection("q_proj", d, queries)
         return AttentionWeights(
             q_proj=q_proj,
-            k_proj=held.projection("k_proj", d, values),
-            v_proj=held.projection("v_proj", d, values),
-            o_proj=held.projection("o_proj", queries, d),
-            q_norm=held.array("q_norm.weight", (c,)) if self.qk_norm else None,
-            k_norm=held.array("k_norm.weight", (c,)) if self.qk_norm else None,
+            k_proj=checkpoint.projection("k_proj", d, values),
+            v_proj=checkpoint.projection("v_proj", d, values),
+            o_proj=checkpoint.projection("o_proj", queries, d),
+            q_norm=checkpoint.array("q_norm.weight", (c,)) if self.qk_norm else None,
+            k_norm=checkpoint.array("k_norm.weight", (c,)) if self.qk_norm else None,
             gate_proj=gate_proj,
         )
 
@@ -164,8 +168,8 @@ class Attention:
         """A fixed cache with room for `capacity` tokens, for activations of `dtype`."""
         if capacity is None:
             raise ValueError(
-                "capacity=None: a cache of keys and values needs to know how many tokens it is to hold; pass "
-                "capacity=..., or begin with state=None for a cache that grows"
+                "capacity=None: a fixed cache of keys and values needs its number of tokens; pass capacity=..., or begin "
+                "with state=None for a cache that grows"
             )
         empty = jnp.zeros((batch, capacity, self.num_kv_heads, self.head_dim), dtype)
         return AttentionState(empty, empty, length=jnp.zeros((), jnp.int32))
@@ -177,21 +181,21 @@ class Attention:
         state: AttentionState | None = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        implementation: str | None = None,
+        implementation: ImplementationName | None = None,
     ) -> tuple[Float[Array, "B T D"], AttentionState]:
-        """x [B, T, D] -> y [B, T, D] and the cache after it: a whole sequence, a chunk of one, or a token.
+        """Returns y [B, T, D] and the cache after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
 
-        With the `state` of an earlier call it goes on from there; without one, the returned cache grows (see this module).
-        `segment_ids` [B, T] keeps packed sequences apart; the given state belongs to the first token's segment. Positions
-        for rope count all tokens: only their differences matter. `implementation` is that of `flash_attention`; the ops
-        around it, and the step of a single token, take the best that the device can run.
+        With the `state` of an earlier call it continues from there; without one, the returned cache is a grown one (see
+        this module). `segment_ids` [B, T] separates packed sequences; the given state belongs to the first token's
+        segment. RoPE positions count all tokens of a row, since only their differences matter. `implementation` is that
+        of `flash_attention`; the other ops, and the step of a single token, take the best that the device can run.
         """
         check_tokens(x, self.d_model)
         b, t, _ = x.shape
         if state is not None:
             self._check_state(state, x)
-        held = 0 if state is None else state.keys.shape[1] if state.length is None else state.length
-        positions = held + jnp.arange(t, dtype=jnp.int32)  # [T]
+        length = 0 if state is None else state.keys.shape[1] if state.length is None else state.length
+        positions = length + jnp.arange(t, dtype=jnp.int32)  # [T]
 
         def heads(w: Any, norm: Any, count: int) -> jax.Array:
             y = project(x, w).reshape(b, t, count, self.head_dim)
@@ -220,26 +224,26 @@ class Attention:
         want = (self.num_kv_heads, self.head_dim)
         if state.keys.shape[2:] != want:
             raise ValueError(
-                f"state.keys is {list(state.keys.shape)} and this layer's is [B, S, KV, C] with {list(want)} at the end; "
-                f"pass the state that this layer returned, or None to begin"
+                f"state.keys is {list(state.keys.shape)}; for this layer it must be [B, S, KV, C] with "
+                f"[KV, C] = {list(want)}: pass the state that this layer returned, or None to begin"
             )
         capacity, t = state.keys.shape[1], x.shape[1]
-        # A traced length is not known here; tokens past the end are NaN then.
-        held = 0 if state.length is None or isinstance(state.length, Tracer) else int(state.length)
-        if state.length is not None and held + t > capacity:
+        # A traced length is not known here; the outputs of tokens past the end are then NaN.
+        length = 0 if state.length is None or isinstance(state.length, Tracer) else int(state.length)
+        if state.length is not None and length + t > capacity:
             raise ValueError(
-                f"state has room for {capacity} tokens, holds {held}, and x has T={t} more; make it larger with "
-                f"initial_state(batch, capacity={held + t}) or more"
+                f"state has room for {capacity} tokens, holds {length}, and x has T={t} more; make it larger with "
+                f"initial_state(batch, capacity={length + t}) or more"
             )
 
 
 def _runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """0 for the first segment, 1 for the next, and so on: an id that comes back is another segment."""
+    """Numbers the segments of a row 0, 1, 2, ... in order: an id that occurs again later is another segment."""
     return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 
 
 def _segment_starts(runs: Int[Array, "B T"], positions: Int[Array, " T"], first: Int[Array, " B"]) -> Int[Array, "B T"]:
-    """For each token the position where its segment begins; the first segment began at `first`."""
+    """For each token the position where its segment starts; the first segment started at `first`."""
     own = jnp.where(segment_starts(runs), jnp.broadcast_to(positions[None], runs.shape), -1)
     latest = jax.lax.cummax(own, axis=1)
     return jnp.where(latest < 0, jnp.broadcast_to(first[:, None], runs.shape), latest)
@@ -251,11 +255,11 @@ def _attend_grown(
     v: Float[Array, "B T KV C"],
     state: AttentionState | None,
     runs: Int[Array, "B T"] | None,
-    implementation: str | None,
+    implementation: ImplementationName | None,
 ) -> tuple[Float[Array, "B T H C"], AttentionState]:
-    """All that was read, and x behind it: which query sees which key is known when traced."""
+    """Attends to the grown cache followed by the new keys. The mask is static, apart from segments."""
     b, t = q.shape[:2]
-    held = 0 if state is None else state.keys.shape[1]
+    length = 0 if state is None else state.keys.shape[1]
     first = None if state is None else state.first
     if state is not None:
         k = jnp.concatenate([state.keys.astype(k.dtype), k], axis=1)  # [B, S + T, KV, C]
@@ -264,13 +268,13 @@ def _attend_grown(
     if runs is not None or first is not None:
         runs = jnp.zeros((b, t), jnp.int32) if runs is None else runs
         first = jnp.zeros((b,), jnp.int32) if first is None else first
-        # Of what was read, the last segment goes on as the first of this call; what came before it is no one's.
-        slots = jnp.arange(held, dtype=jnp.int32)
+        # The last segment in the cache continues as the first of this call; the tokens before it are not visible.
+        slots = jnp.arange(length, dtype=jnp.int32)
         before = jnp.where(slots[None] >= first[:, None], 0, -1)  # [B, S]
         segments = (runs, jnp.concatenate([before, runs], axis=1))
         if t:
-            first = _segment_starts(runs, held + jnp.arange(t, dtype=jnp.int32), first)[:, -1]
-    o = flash_attention(q, k, v, causal=True, q_offset=held, segment_ids=segments, implementation=implementation)
+            first = _segment_starts(runs, length + jnp.arange(t, dtype=jnp.int32), first)[:, -1]
+    o = flash_attention(q, k, v, causal=True, q_offset=length, segment_ids=segments, implementation=implementation)
     assert isinstance(o, jax.Array)
     return o, AttentionState(k, v, first)
 
@@ -282,9 +286,9 @@ def _attend_fixed(
     state: AttentionState,
     positions: Int[Array, " T"],
     runs: Int[Array, "B T"] | None,
-    implementation: str | None,
+    implementation: ImplementationName | None,
 ) -> tuple[Float[Array, "B T H C"], AttentionState]:
-    """Keys and values go into the cache where the last ones ended; the slots that are not filled yet are not seen."""
+    """Writes the new keys and values behind those in the cache, and attends to the slots that are filled."""
     b, t = q.shape[:2]
     capacity, dtype = state.keys.shape[1], state.keys.dtype
     if t == 0:
@@ -308,5 +312,5 @@ def _attend_fixed(
         assert isinstance(o, jax.Array)
         if runs is not None or state.first is not None:
             after = replace(after, first=starts[:, -1])
-    # dynamic_update_slice moves a piece that does not fit to where it does: such an answer must not look like one.
+    # dynamic_update_slice clamps the start of a slice that does not fit, which would give wrong outputs: return NaN.
     return jnp.where(length <= capacity, o, jnp.nan), after

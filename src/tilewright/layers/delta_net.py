@@ -1,4 +1,4 @@
-"""DeltaNet: the delta rule without a gate. What the gated layers are measured against."""
+"""DeltaNet: the delta rule without a gate, the baseline of the gated layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
 from tilewright.layers import delta_state
 from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
@@ -20,7 +21,7 @@ from tilewright.ops.norm.api import rms_norm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """H heads, with K channels for keys and V for values."""
+    """H heads, with K channels per key and V per value."""
 
     q_proj: Leaf  # [D, H K]
     k_proj: Leaf  # [D, H K]
@@ -37,8 +38,8 @@ class DeltaNetWeights:
 class DeltaNet(DeltaLayer):
     r"""DeltaNet.
 
-    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k of length 1 in each head
-    beta = sigmoid(x Wb), or twice that with negative eigenvalues
+    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
+    beta = sigmoid(x Wb), or 2 sigmoid(x Wb) with negative_eigenvalues
     o = delta_rule(q, k, v, beta)
     y = RMSNorm(o) Wo
     """
@@ -46,12 +47,12 @@ class DeltaNet(DeltaLayer):
     d_model: int
     num_heads: int
     key_dim: int
-    """Channels of a query or key head; from 16 to 256."""
+    """Channels per query or key head; from 16 to 256."""
     value_dim: int
-    """Channels of a value head; from 16 to 256."""
+    """Channels per value head; from 16 to 256."""
     conv_width: int = 4
     negative_eigenvalues: bool = False
-    """Whether beta goes up to 2, so that an update can turn a direction of the state around, not only erase it."""
+    """Whether beta ranges up to 2, so that an update can negate a direction of the state instead of only erasing it."""
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -80,19 +81,21 @@ class DeltaNet(DeltaLayer):
         )
 
     def from_checkpoint(self, tensors: Mapping[str, Any], prefix: str = "") -> DeltaNetWeights:
-        """The weights under `prefix` ("model.layers.0.attn") of a DeltaNet checkpoint as fla names them, in its dtype."""
-        held = Tensors(tensors, prefix)
+        """The weights under `prefix` ("model.layers.0.attn") of a DeltaNet checkpoint as fla names them, in its
+        dtype.
+        """
+        checkpoint = Tensors(tensors, prefix)
         d, heads, width = self.d_model, self.heads, self.conv_width
         return DeltaNetWeights(
-            q_proj=held.projection("q_proj", d, heads.keys),
-            k_proj=held.projection("k_proj", d, heads.keys),
-            v_proj=held.projection("v_proj", d, heads.values),
-            q_conv=held.convolution("q_conv1d", heads.keys, width),
-            k_conv=held.convolution("k_conv1d", heads.keys, width),
-            v_conv=held.convolution("v_conv1d", heads.values, width),
-            beta_proj=held.projection("b_proj", d, self.num_heads),
-            norm=held.array("o_norm.weight", (self.value_dim,)),
-            o_proj=held.projection("o_proj", heads.values, d),
+            q_proj=checkpoint.projection("q_proj", d, heads.keys),
+            k_proj=checkpoint.projection("k_proj", d, heads.keys),
+            v_proj=checkpoint.projection("v_proj", d, heads.values),
+            q_conv=checkpoint.convolution("q_conv1d", heads.keys, width),
+            k_conv=checkpoint.convolution("k_conv1d", heads.keys, width),
+            v_conv=checkpoint.convolution("v_conv1d", heads.values, width),
+            beta_proj=checkpoint.projection("b_proj", d, self.num_heads),
+            norm=checkpoint.array("o_norm.weight", (self.value_dim,)),
+            o_proj=checkpoint.projection("o_proj", heads.values, d),
         )
 
     def apply(
@@ -102,13 +105,13 @@ class DeltaNet(DeltaLayer):
         state: DeltaState | None = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        implementation: str | None = None,
+        implementation: ImplementationName | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """x [B, T, D] -> y [B, T, D] and the state after it: a whole sequence, a chunk of one, or a token.
+        """Returns y [B, T, D] and the state after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
 
-        With the `state` of an earlier call it goes on from there. `segment_ids` [B, T] keeps packed sequences apart; the
-        given state belongs to the first token's segment. `implementation` is that of `delta_rule`; the ops around
-        it, and the step of a single token, take the best that the device can run.
+        With the `state` of an earlier call it continues from there. `segment_ids` [B, T] separates packed sequences;
+        the given state belongs to the first token's segment. `implementation` is that of `delta_rule`; the other ops,
+        and the step of a single token, take the best that the device can run.
         """
         delta_state.check_input(self.heads, self.d_model, x, state)
         q, k, v, conv = delta_state.queries_keys_values(weights, self.heads, x, state, segment_ids)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, the layer of Kimi Linear: a delta rule whose every key channel forgets at its own rate."""
+"""Kimi Delta Attention, the layer of Kimi Linear: a gated delta rule with one decay per key channel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from tilewright.core.dispatch import ImplementationName
 from tilewright.layers import delta_state
 from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
@@ -19,7 +20,7 @@ from tilewright.ops.norm.api import gated_rms_norm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KimiDeltaAttentionWeights:
-    """H heads of K channels each, for keys and values alike; R is the rank of the two gates."""
+    """H heads of K channels, for keys and values alike; R is the rank of the two gates."""
 
     q_proj: Leaf  # [D, H K]
     k_proj: Leaf  # [D, H K]
@@ -42,7 +43,7 @@ class KimiDeltaAttentionWeights:
 class KimiDeltaAttention(DeltaLayer):
     r"""Kimi Delta Attention.
 
-    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k of length 1 in each head
+    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
     g = -exp(A_log) softplus(x Wf_down Wf_up + dt_bias);  beta = sigmoid(x Wb)
     o = kda(q, k, v, g, beta)
     y = (RMSNorm(o) * sigmoid(x Wg_down Wg_up)) Wo
@@ -51,12 +52,13 @@ class KimiDeltaAttention(DeltaLayer):
     d_model: int
     num_heads: int
     head_dim: int
-    """Channels of a head, for keys and values alike; from 16 to 256."""
+    """Channels per head, for keys and values alike; from 16 to 256."""
     conv_width: int = 4
     gate_rank: int | None = None
-    """The rank of the two gates; head_dim unless told, as in Kimi Linear."""
+    """The rank of the two gates. Defaults to head_dim, as in Kimi Linear."""
     lower_bound: float | None = None
-    """With it, g = lower_bound sigmoid(exp(A_log) (x Wf_down Wf_up + dt_bias)): decays that stay above exp(lower_bound)."""
+    """Where given, g = lower_bound sigmoid(exp(A_log) (x Wf_down Wf_up + dt_bias)): decays stay above
+    exp(lower_bound)."""
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class KimiDeltaAttention(DeltaLayer):
         return self.head_dim if self.gate_rank is None else self.gate_rank
 
     def init(self, key: PRNGKeyArray, dtype: Any = jnp.float32) -> KimiDeltaAttentionWeights:
-        """Random weights. A_log and dt_bias are float32 whatever the dtype."""
+        """Random weights. A_log and dt_bias are always float32."""
         keys = iter(jax.random.split(key, 13))
         d, channels, rank = self.d_model, self.heads.keys, self.rank
         conv = [delta_state.draw_convolution(next(keys), self.conv_width, channels, dtype) for _ in range(3)]
@@ -98,24 +100,24 @@ class KimiDeltaAttention(DeltaLayer):
 
     def from_checkpoint(self, tensors: Mapping[str, Any], prefix: str = "") -> KimiDeltaAttentionWeights:
         """The weights under `prefix` ("model.layers.0.self_attn") of a Kimi Linear checkpoint, in its dtype."""
-        held = Tensors(tensors, prefix)
+        checkpoint = Tensors(tensors, prefix)
         d, channels, rank, width = self.d_model, self.heads.keys, self.rank, self.conv_width
         return KimiDeltaAttentionWeights(
-            q_proj=held.projection("q_proj", d, channels),
-            k_proj=held.projection("k_proj", d, channels),
-            v_proj=held.projection("v_proj", d, channels),
-            q_conv=held.convolution("q_conv1d", channels, width),
-            k_conv=held.convolution("k_conv1d", channels, width),
-            v_conv=held.convolution("v_conv1d", channels, width),
-            decay_down=held.projection("f_a_proj", d, rank),
-            decay_up=held.projection("f_b_proj", rank, channels),
-            A_log=held.array("A_log", (self.num_heads,)),
-            dt_bias=held.array("dt_bias", (self.num_heads, self.head_dim)),
-            beta_proj=held.projection("b_proj", d, self.num_heads),
-            gate_down=held.projection("g_a_proj", d, rank),
-            gate_up=held.projection("g_b_proj", rank, channels),
-            norm=held.array("o_norm.weight", (self.head_dim,)),
-            o_proj=held.projection("o_proj", channels, d),
+            q_proj=checkpoint.projection("q_proj", d, channels),
+            k_proj=checkpoint.projection("k_proj", d, channels),
+            v_proj=checkpoint.projection("v_proj", d, channels),
+            q_conv=checkpoint.convolution("q_conv1d", channels, width),
+            k_conv=checkpoint.convolution("k_conv1d", channels, width),
+            v_conv=checkpoint.convolution("v_conv1d", channels, width),
+            decay_down=checkpoint.projection("f_a_proj", d, rank),
+            decay_up=checkpoint.projection("f_b_proj", rank, channels),
+            A_log=checkpoint.array("A_log", (self.num_heads,)),
+            dt_bias=checkpoint.array("dt_bias", (self.num_heads, self.head_dim)),
+            beta_proj=checkpoint.projection("b_proj", d, self.num_heads),
+            gate_down=checkpoint.projection("g_a_proj", d, rank),
+            gate_up=checkpoint.projection("g_b_proj", rank, channels),
+            norm=checkpoint.array("o_norm.weight", (self.head_dim,)),
+            o_proj=checkpoint.projection("o_proj", channels, d),
         )
 
     def apply(
@@ -125,13 +127,13 @@ class KimiDeltaAttention(DeltaLayer):
         state: DeltaState | None = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        implementation: str | None = None,
+        implementation: ImplementationName | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """x [B, T, D] -> y [B, T, D] and the state after it: a whole sequence, a chunk of one, or a token.
+        """Returns y [B, T, D] and the state after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
 
-        With the `state` of an earlier call it goes on from there. `segment_ids` [B, T] keeps packed sequences apart; the
-        given state belongs to the first token's segment. `implementation` is that of `kda`; the ops around
-        it, and the step of a single token, take the best that the device can run.
+        With the `state` of an earlier call it continues from there. `segment_ids` [B, T] separates packed sequences;
+        the given state belongs to the first token's segment. `implementation` is that of `kda`; the other ops, and the
+        step of a single token, take the best that the device can run.
         """
         delta_state.check_input(self.heads, self.d_model, x, state)
         q, k, v, conv = delta_state.queries_keys_values(weights, self.heads, x, state, segment_ids)

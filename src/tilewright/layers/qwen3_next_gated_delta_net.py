@@ -1,4 +1,4 @@
-"""Gated DeltaNet as Qwen3-Next has it: a delta rule on a state that decays by one rate a head."""
+"""Gated DeltaNet of Qwen3-Next: a gated delta rule with one decay per head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from tilewright.core.dispatch import ImplementationName
 from tilewright.layers import delta_state
 from tilewright.layers.delta_state import DeltaLayer, DeltaState, Heads
 from tilewright.layers.projection import Leaf, Tensors, check_sizes, draw_projection, project
@@ -19,7 +20,7 @@ from tilewright.ops.norm.api import gated_rms_norm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Qwen3NextGatedDeltaNetWeights:
-    """H key heads of K channels, HV value heads of V."""
+    """H key heads of K channels, HV value heads of V channels."""
 
     q_proj: Leaf  # [D, H K]
     k_proj: Leaf  # [D, H K]
@@ -40,7 +41,7 @@ class Qwen3NextGatedDeltaNetWeights:
 class Qwen3NextGatedDeltaNet(DeltaLayer):
     r"""Gated DeltaNet.
 
-    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k of length 1 in each head
+    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
     g = -exp(A_log) softplus(x Wa + dt_bias);  beta = sigmoid(x Wb)
     o = gated_delta_rule(q, k, v, g, beta)
     y = (RMSNorm(o) * silu(x Wz)) Wo
@@ -49,11 +50,11 @@ class Qwen3NextGatedDeltaNet(DeltaLayer):
     d_model: int
     num_key_heads: int
     num_value_heads: int
-    """A multiple of num_key_heads: each query and key head serves several value heads."""
+    """A multiple of num_key_heads: several value heads share each query and key head."""
     key_dim: int
-    """Channels of a query or key head; from 16 to 256."""
+    """Channels per query or key head; from 16 to 256."""
     value_dim: int
-    """Channels of a value head; from 16 to 256."""
+    """Channels per value head; from 16 to 256."""
     conv_width: int = 4
     eps: float = 1e-6
 
@@ -64,8 +65,8 @@ class Qwen3NextGatedDeltaNet(DeltaLayer):
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"num_value_heads={self.num_value_heads} must be a multiple of num_key_heads={self.num_key_heads}, since "
-                f"each key head serves as many value heads; use {-(-self.num_value_heads // self.num_key_heads)} times "
-                f"{self.num_key_heads} = {-(-self.num_value_heads // self.num_key_heads) * self.num_key_heads}"
+                f"the same number of value heads share each key head; use "
+                f"{-(-self.num_value_heads // self.num_key_heads) * self.num_key_heads}"
             )
 
     @property
@@ -73,7 +74,7 @@ class Qwen3NextGatedDeltaNet(DeltaLayer):
         return Heads(self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
 
     def init(self, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Qwen3NextGatedDeltaNetWeights:
-        """Random weights. A_log and dt_bias are float32 whatever the dtype."""
+        """Random weights. A_log and dt_bias are always float32."""
         keys = iter(jax.random.split(key, 12))
         d, heads, width = self.d_model, self.heads, self.conv_width
         return Qwen3NextGatedDeltaNetWeights(
@@ -95,19 +96,19 @@ class Qwen3NextGatedDeltaNet(DeltaLayer):
     def from_checkpoint(self, tensors: Mapping[str, Any], prefix: str = "") -> Qwen3NextGatedDeltaNetWeights:
         """The weights under `prefix` ("model.layers.0.linear_attn") of a Qwen3-Next checkpoint, in its dtype.
 
-        The checkpoint packs the rows of its projections by key head: the key head's query and key, then the values and
-        gates of the value heads that it serves; and beta and decay likewise. They are sorted apart here, once.
+        The checkpoint packs the rows of its projections by key head: the query and key of the key head, then the values
+        and the gates of its value heads; beta and decay likewise. They are separated here, once.
         """
-        held = Tensors(tensors, prefix)
+        checkpoint = Tensors(tensors, prefix)
         d, heads, width = self.d_model, self.heads, self.conv_width
-        served = heads.value_heads // heads.key_heads
-        per_group = (heads.key_dim, heads.key_dim, served * self.value_dim, served * self.value_dim)
-        qkvz = held.array("in_proj_qkvz.weight", (heads.key_heads, sum(per_group), d))
-        ba = held.array("in_proj_ba.weight", (heads.key_heads, 2 * served, d))
+        heads_per_key = heads.value_heads // heads.key_heads
+        per_group = (heads.key_dim, heads.key_dim, heads_per_key * self.value_dim, heads_per_key * self.value_dim)
+        qkvz = checkpoint.array("in_proj_qkvz.weight", (heads.key_heads, sum(per_group), d))
+        ba = checkpoint.array("in_proj_ba.weight", (heads.key_heads, 2 * heads_per_key, d))
         q, k, v, z = jnp.split(qkvz, [sum(per_group[:n]) for n in (1, 2, 3)], axis=1)
         b, a = jnp.split(ba, 2, axis=1)
-        # The convolution's channels are not packed: all queries, all keys, all values.
-        filters = held.convolution("conv1d", 2 * heads.keys + heads.values, width)
+        # The channels of the convolution are not packed by head: all queries, then all keys, then all values.
+        filters = checkpoint.convolution("conv1d", 2 * heads.keys + heads.values, width)
         q_conv, k_conv, v_conv = jnp.split(filters, [heads.keys, 2 * heads.keys], axis=1)
         return Qwen3NextGatedDeltaNetWeights(
             q_proj=q.reshape(-1, d).T,
@@ -117,12 +118,12 @@ class Qwen3NextGatedDeltaNet(DeltaLayer):
             k_conv=k_conv,
             v_conv=v_conv,
             decay_proj=a.reshape(-1, d).T,
-            A_log=held.array("A_log", (heads.value_heads,)),
-            dt_bias=held.array("dt_bias", (heads.value_heads,)),
+            A_log=checkpoint.array("A_log", (heads.value_heads,)),
+            dt_bias=checkpoint.array("dt_bias", (heads.value_heads,)),
             beta_proj=b.reshape(-1, d).T,
             gate_proj=z.reshape(-1, d).T,
-            norm=held.array("norm.weight", (self.value_dim,)),
-            o_proj=held.projection("out_proj", heads.values, d),
+            norm=checkpoint.array("norm.weight", (self.value_dim,)),
+            o_proj=checkpoint.projection("out_proj", heads.values, d),
         )
 
     def apply(
@@ -132,13 +133,13 @@ class Qwen3NextGatedDeltaNet(DeltaLayer):
         state: DeltaState | None = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        implementation: str | None = None,
+        implementation: ImplementationName | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """x [B, T, D] -> y [B, T, D] and the state after it: a whole sequence, a chunk of one, or a token.
+        """Returns y [B, T, D] and the state after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
 
-        With the `state` of an earlier call it goes on from there. `segment_ids` [B, T] keeps packed sequences apart; the
-        given state belongs to the first token's segment. `implementation` is that of `gated_delta_rule`; the ops around
-        it, and the step of a single token, take the best that the device can run.
+        With the `state` of an earlier call it continues from there. `segment_ids` [B, T] separates packed sequences;
+        the given state belongs to the first token's segment. `implementation` is that of `gated_delta_rule`; the other
+        ops, and the step of a single token, take the best that the device can run.
         """
         delta_state.check_input(self.heads, self.d_model, x, state)
         q, k, v, conv = delta_state.queries_keys_values(weights, self.heads, x, state, segment_ids)

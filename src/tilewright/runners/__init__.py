@@ -1,1 +1,1 @@
-"""Ship a command somewhere, watch it, and bring back what it made. Knows no op."""
+"""Run a command on this machine or another one, follow its log, and fetch its files. Imports no op."""

@@ -1,8 +1,9 @@
-"""What every runner does, what it is told, and what it answers.
+"""The interface of a runner: its methods, the values they take and return, and its errors.
 
-A runner takes a command to where it runs: here (`local`), on a machine that SkyPilot rents (`skypilot`), or on a Ray
-cluster that somebody else keeps (`ray`). They do not all do the same: Ray rents nothing, and here there is nothing to
-sync. What a runner cannot do raises `CannotDo`, with the reason and the way out; nothing is a silent no-op.
+A runner executes commands in one place: on this machine (local.py), on a machine that SkyPilot rents (skypilot.py), or
+on an existing Ray cluster (ray.py). Not every runner supports every method: Ray rents nothing, and on this machine
+there is nothing to sync. An unsupported method raises `CannotDo` with the reason and the way out. registry.py opens the
+runner for a target; this module imports none of them.
 """
 
 import enum
@@ -13,26 +14,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-TARGETS = "local, sky:CLUSTER or ray:ADDRESS"
 _POLL_S = 0.5
 _RECONNECTS = 20
 _LONGEST_PAUSE_S = 15.0
 
 
 class RunnerError(RuntimeError):
-    """Something outside this program refused or failed; the text says what and what to do, in one line."""
+    """Something outside this program refused or failed. The text says in one line what happened and what to do."""
 
 
 class CannotDo(RunnerError):
-    """This runner has no such operation."""
+    """This runner does not support the operation."""
 
 
 class LostConnection(RunnerError):
-    """The other side stopped answering. What was asked for may have happened; following a log resumes after this."""
+    """The other side stopped answering. The request may have been carried out. Following a log resumes after this."""
 
 
 class State(enum.StrEnum):
-    """Where a job is in its life."""
+    """The state of a job."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -40,7 +40,7 @@ class State(enum.StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     LOST = "lost"
-    """It is over, and nobody knows how it ended: its supervisor was killed, or its machine is gone."""
+    """It has ended and its exit code is not known: its supervisor was killed, or its machine is gone."""
 
     @property
     def over(self) -> bool:
@@ -49,7 +49,7 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """A job's state, and the exit code of its command once it is over and known."""
+    """A job's state, and the exit code of its command once the job has ended and the code is known."""
 
     state: State
     exit_code: int | None = None
@@ -57,7 +57,7 @@ class Status:
 
     @property
     def code(self) -> int:
-        """What a shell should see: the command's own code, and never 0 for what did not succeed."""
+        """The exit code for a shell: the command's own, and never 0 for a job that did not succeed."""
         if self.state is State.SUCCEEDED:
             return 0
         return self.exit_code or (130 if self.state is State.CANCELLED else 1)
@@ -65,7 +65,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command to run, and where. `env` is never printed and never written to the journal; only its names are."""
+    """A command to run, and where. The values of `env` are never printed or written to the journal; the names are."""
 
     id: str
     target: str
@@ -74,14 +74,14 @@ class Job:
     accelerator: str | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     fetch: tuple[str, ...] = ()
-    """Paths below `workdir` that the job brings back."""
+    """Paths below `workdir` to copy back when the job has ended."""
     created: float = 0.0
     commit: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What a job left: its whole log, the .tar.gz of the files it was to bring back, and what went wrong with those."""
+    """What a job that has ended left: its log, a .tar.gz of the files to fetch, and notes on files that are missing."""
 
     log: str
     files: bytes | None = None
@@ -94,31 +94,31 @@ class Rental:
     """A machine to rent."""
 
     accelerator: str | None
-    """None leaves it to the template."""
+    """None takes the template's."""
     infra: str | None = None
-    """Where, as SkyPilot spells it: gcp, gcp/us-east5, slurm. The cheapest there is unless told."""
+    """Where, as SkyPilot spells it: gcp, gcp/us-east5, slurm. None takes the cheapest offer."""
     spot: bool = False
     idle_minutes: int | None = 10
-    """Torn down after so long without a job; None keeps it, and its bill, until somebody takes it down."""
+    """Minutes without a job after which it is torn down; None keeps it, at its price, until `down` is called."""
     template: Path | None = None
-    """A SkyPilot YAML file with the rest: setup commands, disk, image."""
+    """A SkyPilot YAML file with everything else: setup commands, disk, image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a launch would rent, and its price. `lines` are for people."""
+    """What a launch would rent, and its price. `lines` describe it for a person."""
 
     target: str
     accelerator: str
     lines: tuple[str, ...]
     dollars_per_hour: float | None
     exists: bool = False
-    """The cluster is there, or on its way: a launch finds it and rents no second one."""
+    """The cluster exists or is being provisioned: a launch takes it and rents no second one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A machine that is rented now."""
+    """A machine that is currently rented."""
 
     target: str
     resources: str
@@ -126,68 +126,69 @@ class Cluster:
     launched: float
     dollars_per_hour: float | None
     idle_minutes: int | None
-    """After how long without a job it is torn down or stopped; None for never."""
+    """Minutes without a job after which it is torn down or stopped; None for never."""
     torn_down: bool = True
+    """Whether an idle machine is torn down; it is stopped otherwise."""
 
     def cost(self, now: float) -> float | None:
-        """Dollars since the launch, or None where the price is not known."""
+        """The cost since the launch in dollars, or None where the price is not known."""
         return None if self.dollars_per_hour is None else self.dollars_per_hour * (now - self.launched) / 3600
 
 
 @runtime_checkable
 class Runner(Protocol):
-    """One place that commands run at. Methods raise `RunnerError`, in one line, where the place refuses."""
+    """Runs commands in one place. Methods raise `RunnerError`, with a text of one line, where the place refuses."""
 
     target: str
     notice: str = ""
-    """What whoever uses it should be told first."""
+    """A warning to show before the runner is used."""
     rents: bool = False
-    """Whether its machine is there only once it is launched."""
+    """Whether its machine has to be launched before it exists."""
 
     def is_up(self) -> bool:
-        """Whether its machine is there and takes jobs."""
+        """Whether the machine is up and takes jobs."""
         return True
 
     def plan(self, rental: Rental) -> Plan:
-        """What `launch` would rent and what it costs, renting nothing."""
+        """What `launch` would rent, and its price. Rents nothing."""
         ...
 
     def launch(self, rental: Rental, workdir: Path, say: Callable[[str], None]) -> None:
-        """Rent the machine, or find it if it is there. `say` gets the provisioning log as it comes."""
+        """Rents the machine, or takes it if it exists. `say` is called with the provisioning log as it arrives."""
         ...
 
     def sync(self, workdir: Path) -> None:
-        """Bring the files of `workdir` there, without those that git ignores."""
+        """Copies the files of `workdir` to the machine, without those that git ignores."""
         ...
 
     def submit(self, job: Job) -> None:
-        """Start a job and return; it goes on when this process ends."""
+        """Starts a job and returns. The job continues when this process ends."""
         ...
 
     def status(self, job: Job) -> Status: ...
 
     def logs(self, job: Job, *, follow: bool, skip: int = 0) -> Iterator[str]:
-        """What the job printed, without the first `skip` characters; with `follow`, until it is over."""
+        """The job's output without the first `skip` characters. With `follow`, until the job has ended."""
         ...
 
     def cancel(self, job: Job) -> bool:
-        """Stop a job and everything it started. False where it was over already."""
+        """Stops a job and every process it started. False where the job had already ended."""
         ...
 
     def down(self) -> None:
-        """Give the machine back, with everything on it."""
+        """Returns the machine and deletes everything on it."""
         ...
 
     def jobs(self) -> list[tuple[str, Status]]:
-        """The jobs of this place, by id, newest first: also those that others started."""
+        """All jobs in this place by id, newest first, including those started from other machines."""
         ...
 
     def collect(self, job: Job) -> Collected:
-        """Everything that a job which is over left behind."""
+        """The log and files of a job that has ended."""
         ...
 
     def wait(self, job: Job, *, timeout_s: float | None = None) -> Status:
-        """The status once the job is over, or `TimeoutError`."""
+        """The status once the job has ended. Raises `TimeoutError` after `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not (status := self.status(job)).state.over:
             if deadline is not None and time.monotonic() > deadline:
@@ -196,7 +197,7 @@ class Runner(Protocol):
         return status
 
     def follow(self, job: Job, *, pause_s: float = 1.0) -> Iterator[str]:
-        """The whole log until the job is over, across lost connections: each character comes once."""
+        """The whole log until the job has ended. Reconnects when a connection is lost; no character is repeated."""
         seen, failures = 0, 0
         while True:
             try:
@@ -210,38 +211,19 @@ class Runner(Protocol):
                 lost = error
             failures += 1
             if failures > _RECONNECTS:
-                raise lost or LostConnection(f"{self.target} ends the log of {job.id} again and again while it runs")
+                raise lost or LostConnection(f"{self.target} keeps closing the log of {job.id} while the job runs")
             time.sleep(min(pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S) if lost else _POLL_S)
 
     def ended(self, job: Job) -> bool:
-        """Whether a log that has ended is all there will be, rather than a connection that was closed."""
+        """Whether a log that stopped is complete, rather than cut off by a closed connection."""
         return self.status(job).state.over
 
     def exec(self, job: Job) -> Iterator[str]:
-        """Submit and follow: the log of the command, until it is over."""
+        """Submits the job and follows its log until it has ended."""
         self.submit(job)
         yield from self.follow(job)
 
 
-def open_runner(target: str) -> Runner:
-    """The runner for `local`, `sky:CLUSTER` or `ray:ADDRESS`. SkyPilot and Ray are imported when they are first asked."""
-    kind, colon, place = target.partition(":")
-    if target == "local":
-        from tilewright.runners.local import LocalRunner
-
-        return LocalRunner()
-    if kind == "sky" and colon:
-        from tilewright.runners.skypilot import SkyRunner
-
-        return SkyRunner(place)
-    if kind == "ray" and colon:
-        from tilewright.runners.ray import RayRunner
-
-        return RayRunner(place)
-    hint = f"; did you mean {kind}:NAME?" if kind in ("sky", "ray") else ""
-    raise ValueError(f"--on {target} is not a place to run at; use {TARGETS}{hint}")
-
-
 def slug(words: str) -> str:
-    """Lower-case letters, digits and single dashes, for names of jobs and clusters."""
+    """A name for a job or cluster: lower-case letters, digits and single dashes."""
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:40].strip("-") or "job"

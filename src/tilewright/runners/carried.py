@@ -1,4 +1,4 @@
-"""What Ray and SkyPilot share: a job whose log carries its output, its files and its exit code (see payload.py)."""
+"""Base of the Ray and SkyPilot runners: the log of a job carries its output, files and exit code (see payload.py)."""
 
 import re
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ from tilewright.runners.payload import LogReader
 
 
 class LogCarried(Runner):
-    """A runner that gives raw logs, from their start each time."""
+    """A runner that can read the raw log of a job, each time from its start."""
 
     prefix: re.Pattern[str] | None = None
-    """What the runner puts before each line."""
+    """What the runner prepends to each line."""
 
     def __init__(self) -> None:
         self._whole: dict[str, Collected] = {}
 
     def banner(self, job: Job) -> str | None:
-        """A line that the runner writes into the log, at no sure place."""
+        """A line that the runner itself writes into the log, at any place; None if it writes none."""
         return None
 
     def _raw_log(self, job: Job, *, follow: bool) -> Iterator[str]:
@@ -33,7 +33,7 @@ class LogCarried(Runner):
                 yield text[skip:]
             skip = max(0, skip - len(text))
             if reader.exit_code is not None:
-                break  # The rest is the runner's, which may take its time to notice.
+                break  # Only the runner's own lines follow, and it may take a while to close the log.
         if reader.exit_code is not None:
             self._whole[job.id] = Collected(
                 log="".join(pieces), files=reader.files, exit_code=reader.exit_code, notes=tuple(reader.notes)
@@ -42,7 +42,7 @@ class LogCarried(Runner):
     def collect(self, job: Job) -> Collected:
         if job.id not in self._whole:
             log = "".join(self.logs(job, follow=False))
-            # A job that was killed has no last words.
+            # The log of a job that was killed has no exit code.
             return self._whole.get(job.id) or Collected(log=log)
         return self._whole[job.id]
 

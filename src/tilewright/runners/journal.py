@@ -1,12 +1,12 @@
-"""The jobs that were started from this machine: a directory each, that any terminal can ask.
+"""The journal of the jobs that were started from this machine: one directory per job, readable from any terminal.
 
     ~/.local/state/tilewright/jobs/<id>/
-        job.json       the command, where it runs, the commit, the names of the variables it was given (never a value)
-        log            what it printed: as it runs for a local job, once it is over for the others
-        status.json    how it ended, once it has
-        files.tar.gz   what it brought back
+        job.json       the command, its target, the commit, the names of its environment variables (never their values)
+        log            its output: written while a local job runs, and when a remote job is collected
+        status.json    how it ended; absent while it runs
+        files.tar.gz   the files that were fetched
 
-An entry is written before the job is submitted, under an id that the other side uses too: if this process is killed in
+The entry is written before the job is submitted, and the remote side uses the same id. If this process is killed in
 between, the job can still be found.
 """
 
@@ -22,7 +22,7 @@ from tilewright.runners.base import Job, State, Status, slug
 
 
 def home() -> Path:
-    """Where jobs are kept: XDG_STATE_HOME, or ~/.local/state."""
+    """The directory of the journal, below XDG_STATE_HOME or ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "tilewright" / "jobs"
 
@@ -38,7 +38,7 @@ def new_job(
     fetch: tuple[str, ...] = (),
     commit: str | None = None,
 ) -> Job:
-    """Enter a job under an id of its own. The directory is made exclusively: two at once never share one."""
+    """Adds a job under a new id. Creating its directory is exclusive: two processes never get the same id."""
     home().mkdir(parents=True, exist_ok=True, mode=0o700)
     stem = slug(name or Path(command[0]).name)
     created = time.time()
@@ -60,7 +60,7 @@ def new_job(
         created=created,
         commit=commit,
     )
-    kept = {
+    fields = {
         "id": id,
         "target": target,
         "command": list(command),
@@ -71,12 +71,12 @@ def new_job(
         "created": created,
         "commit": commit,
     }
-    write(directory(id) / "job.json", json.dumps(kept, indent=1))
+    write(directory(id) / "job.json", json.dumps(fields, indent=1))
     return job
 
 
 def discard(id: str) -> None:
-    """Remove the entry of a job that was never submitted."""
+    """Removes the entry of a job that was never submitted."""
     shutil.rmtree(directory(id), ignore_errors=True)
 
 
@@ -85,14 +85,14 @@ def directory(id: str) -> Path:
 
 
 def write(path: Path, text: str | bytes) -> None:
-    """All of it or nothing: another terminal may be reading, and this process may be killed."""
+    """Writes a file atomically: another terminal may be reading it, and this process may be killed."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(text if isinstance(text, bytes) else text.encode())
     part.replace(path)
 
 
 def find(id: str) -> Job:
-    """The job with this id, or the only one whose id begins so."""
+    """The job with this id, or the only job whose id starts with it."""
     path = directory(id) / "job.json"
     if not id or "/" in id or not path.exists():
         begins = [job for job in every() if id and job.id.startswith(id)]
@@ -105,16 +105,16 @@ def find(id: str) -> Job:
 
 
 def _read(path: Path) -> Job:
-    kept = json.loads(path.read_text())
+    fields = json.loads(path.read_text())
     return Job(
-        id=kept["id"],
-        target=kept["target"],
-        command=tuple(kept["command"]),
-        workdir=Path(kept["workdir"]),
-        accelerator=kept["accelerator"],
-        fetch=tuple(kept["fetch"]),
-        created=kept["created"],
-        commit=kept["commit"],
+        id=fields["id"],
+        target=fields["target"],
+        command=tuple(fields["command"]),
+        workdir=Path(fields["workdir"]),
+        accelerator=fields["accelerator"],
+        fetch=tuple(fields["fetch"]),
+        created=fields["created"],
+        commit=fields["commit"],
     )
 
 
@@ -124,15 +124,15 @@ def every() -> Iterator[Job]:
     yield from sorted(entries, key=lambda job: job.created, reverse=True)
 
 
-def keep_status(id: str, status: Status) -> None:
-    kept = {"state": status.state.value, "exit_code": status.exit_code, "note": status.note}
-    write(directory(id) / "status.json", json.dumps(kept))
+def write_status(id: str, status: Status) -> None:
+    fields = {"state": status.state.value, "exit_code": status.exit_code, "note": status.note}
+    write(directory(id) / "status.json", json.dumps(fields))
 
 
-def kept_status(id: str) -> Status | None:
-    """How the job ended, where that is known here."""
+def final_status(id: str) -> Status | None:
+    """How the job ended, or None where the journal does not know."""
     try:
-        kept = json.loads((directory(id) / "status.json").read_text())
+        fields = json.loads((directory(id) / "status.json").read_text())
     except FileNotFoundError:
         return None
-    return Status(State(kept["state"]), kept["exit_code"], kept["note"])
+    return Status(State(fields["state"]), fields["exit_code"], fields["note"])

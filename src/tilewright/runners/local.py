@@ -1,7 +1,7 @@
-"""Jobs on this machine: a process of its own session, with its log and how it ended in the journal.
+"""Jobs on this machine: each is a process in its own session, with its log and exit code in the journal.
 
-The job runs in the checkout itself, so there is nothing to sync and nothing to fetch, and its files are where they would
-be brought to. `supervise.py` runs it; this file starts that, and asks the journal.
+A job runs in the checkout itself, so there is nothing to sync or to fetch. supervise.py runs the command; this file
+starts the supervisor and reads the journal.
 """
 
 import codecs
@@ -23,13 +23,13 @@ _POLL_S = 0.05
 
 
 class LocalRunner(Runner):
-    """Commands here, that outlive the terminal they were started from."""
+    """Commands on this machine. They outlive the terminal they were started from."""
 
     target = "local"
 
     def plan(self, rental: Rental) -> Plan:
         raise CannotDo(
-            f"--on local rents nothing, and --accelerator {rental.accelerator} cannot be had by it; use sky:CLUSTER"
+            f"--on local rents nothing, so it cannot provide --accelerator {rental.accelerator}; use sky:CLUSTER"
         )
 
     def launch(self, rental: Rental, workdir: Path, say: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ class LocalRunner(Runner):
     def submit(self, job: Job) -> None:
         directory = journal.directory(job.id)
         with (directory / "supervisor.log").open("wb") as errors:
-            # -I: neither the job's directory nor its PYTHONPATH may change what the supervisor imports.
+            # -I: neither the working directory nor PYTHONPATH may change what the supervisor imports.
             process = subprocess.Popen(
                 [sys.executable, "-I", supervise.__file__, str(directory), *job.command],
                 cwd=job.workdir,
@@ -54,30 +54,32 @@ class LocalRunner(Runner):
         deadline = time.monotonic() + _START_S
         while not ((directory / "process.json").exists() or (directory / "status.json").exists()):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RunnerError(f"job {job.id} did not start; {directory / 'supervisor.log'} says why")
+                raise RunnerError(f"job {job.id} did not start; see {directory / 'supervisor.log'}")
             time.sleep(_POLL_S)
 
     def status(self, job: Job) -> Status:
         alive = self._alive(job, "supervisor.json") or self._alive(job, "process.json")
-        # Asked after the processes: one that ended in between has left its status.
-        if kept := journal.kept_status(job.id):
-            return kept
+        # Read after the processes were checked: one that ended in between has written its status.
+        if ended := journal.final_status(job.id):
+            return ended
         if alive:
             return Status(State.RUNNING)
         if not (journal.directory(job.id) / "supervisor.json").exists():
             if time.time() - job.created < _START_S:
                 return Status(State.PENDING)
-            return Status(State.LOST, note="it was entered and never started: whoever entered it was killed")
-        return Status(State.LOST, note="its supervisor was killed, or the machine was restarted: no exit code was kept")
+            return Status(State.LOST, note="it never started: the process that was to submit it was killed")
+        return Status(
+            State.LOST, note="its supervisor was killed, or the machine restarted: its exit code is not known"
+        )
 
     def _alive(self, job: Job, name: str) -> int | None:
-        """The pid in the journal's file, if it is still that process."""
+        """The pid in this file of the journal, if it still belongs to the same process."""
         try:
-            kept = json.loads((journal.directory(job.id) / name).read_text())
+            written = json.loads((journal.directory(job.id) / name).read_text())
         except FileNotFoundError:
             return None
-        now = supervise.started_at(kept["pid"])
-        return kept["pid"] if now is not None and now == kept["started_at"] else None
+        now = supervise.started_at(written["pid"])
+        return written["pid"] if now is not None and now == written["started_at"] else None
 
     def logs(self, job: Job, *, follow: bool, skip: int = 0) -> Iterator[str]:
         path = journal.directory(job.id) / "log"
@@ -89,7 +91,7 @@ class LocalRunner(Runner):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         with path.open("rb") as file:
             while True:
-                # Whether it is over is asked before the read: after the last write there is one more read.
+                # The status is checked before reading, so that one more read follows the job's last write.
                 over = over or self.status(job).state.over
                 while chunk := file.read(65536):
                     text = decoder.decode(chunk)
@@ -109,16 +111,16 @@ class LocalRunner(Runner):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(supervisor, signal.SIGTERM)
             elif process := self._alive(job, "process.json"):
-                # Nobody supervises it any more: end it and what is below it from here.
+                # The supervisor is gone, so the process and its descendants are stopped from here.
                 supervise.stop_all(process)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process, signal.SIGKILL)
-                journal.keep_status(job.id, Status(State.CANCELLED, note="its supervisor had been killed"))
+                journal.write_status(job.id, Status(State.CANCELLED, note="its supervisor had been killed"))
             time.sleep(_POLL_S)
         return status.state is State.CANCELLED and (asked is not None or bool(status.note))
 
     def down(self) -> None:
-        raise CannotDo("--on local has no machine to give back; `tilewright remote cancel JOB` stops a job")
+        raise CannotDo("--on local has no rented machine; `tilewright remote cancel JOB` stops a job")
 
     def jobs(self) -> list[tuple[str, Status]]:
         return [(job.id, self.status(job)) for job in journal.every() if job.target == self.target]

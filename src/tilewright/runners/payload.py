@@ -1,9 +1,9 @@
-"""What runs on the other machine around a command, and how its log is read.
+"""The script that runs a command on another machine, and the reader of its log.
 
-A log is the one thing that every remote gives back, to whoever asks, also after the job: so the log carries all there is.
-The script prints a mark with the job's id where the command begins; what the command printed, as it printed it; the files
-to bring back, in base64; and the command's exit code. Nothing else is needed on the way back: no ssh, no shared disk, and
-no runner's own idea of an exit code (SkyPilot answers 100 for every failure).
+A log is the one thing that every remote service returns, at any time, also after the job. So the log carries all there
+is: a mark with the job's id where the command starts, the unchanged output of the command, the files to fetch in base64,
+and the command's exit code. Nothing else has to come back: no ssh, no shared disk, and no exit code from the runner
+(SkyPilot reports 100 for every failure).
 """
 
 import base64
@@ -15,23 +15,23 @@ from collections.abc import Mapping
 from tilewright.runners.base import Job
 
 HAVE_UV = "command -v uv >/dev/null || python3 -m pip install --quiet --user uv"
-"""What a machine needs before its first job; `uv run` does the rest."""
+"""Installs uv where it is missing. `uv run` then installs everything that a job needs."""
 FETCH_LIMIT_BYTES = 64 * 2**20
-"""Of the packed files: a log is no place for more."""
+"""The most bytes of packed files that a log carries."""
 _MARK = "@tilewright:{id}:"
 
 
 def script(job: Job, *, env_file: str | None = None) -> str:
-    """A bash script that runs the job's command in the current directory. It holds no value of `job.env`.
+    """A bash script that runs the job's command in the current directory. It contains no values of `job.env`.
 
-    `env_file` has its variables; it is removed as soon as it is read.
+    The variables come from `env_file`, which the script deletes as soon as it has read it.
     """
     mark = _MARK.format(id=job.id)
     lines = ["set -u", 'export PATH="$HOME/.local/bin:$PATH"']
     if env_file is not None:
         path = shlex.quote(env_file)
         lines += [f"set -a; . {path} || exit; set +a; rm -f {path}"]
-    # On a slice of several hosts every host runs this; the first one speaks for the job.
+    # On a slice of several hosts every host runs this script; only the first prints marks.
     lines += [
         "rank=${SKYPILOT_NODE_RANK:-0}",
         f"[ $rank != 0 ] || echo {mark}begin",
@@ -59,14 +59,14 @@ def script(job: Job, *, env_file: str | None = None) -> str:
 
 
 def environment_file(env: Mapping[str, str]) -> str:
-    """`env` as a file that bash reads."""
+    """`env` as assignments that bash can source."""
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
 
 
 class LogReader:
-    """Takes the raw log of a remote job in pieces, and gives the command's own output.
+    """Extracts the output of the command from the raw log of a remote job, which arrives in pieces.
 
-    `prefix`: what the runner puts before each line, to be taken off. `banner`: a line of the runner's own.
+    `prefix` is what the runner prepends to each line; it is removed. `banner` is a line that the runner itself writes.
     """
 
     def __init__(self, job: Job, prefix: re.Pattern[str] | None = None, banner: str | None = None):
@@ -82,7 +82,7 @@ class LogReader:
         self.notes: list[str] = []
 
     def feed(self, text: str) -> str:
-        """What of the command's output is complete now: whole lines, since a mark may be at the end of one."""
+        """The output that this piece completes: whole lines, since a mark may be at the end of a line."""
         *lines, self._line = (self._line + text).split("\n")
         return "".join(self._take(line) for line in lines)
 
@@ -91,7 +91,7 @@ class LogReader:
             line = self._prefix.sub("", line, count=1)
         line, self._carried = self._carried + line, ""
         if self._banner is not None and line.endswith(self._banner):
-            # Its end of line is its own: what stood before it goes on in the next.
+            # The newline belongs to the banner: the text before it continues on the next line.
             self._carried = line.removesuffix(self._banner)
             return ""
         before, mark, after = line.partition(self._mark)
@@ -115,15 +115,15 @@ class LogReader:
         elif word == "large" and rest.isdigit():
             mib = int(rest) / 2**20
             self.notes.append(
-                f"--fetch: {mib:.0f} MiB is more than the {FETCH_LIMIT_BYTES >> 20} MiB that come back in a log; copy "
-                "them to a bucket in the command, or fetch less"
+                f"--fetch: {mib:.0f} MiB is more than the {FETCH_LIMIT_BYTES >> 20} MiB that a log carries; copy the "
+                "files to a bucket in the command, or fetch less"
             )
-        # A command's last line may have had no end.
+        # The last line of a command may have no newline, and then the mark follows on the same line.
         return before
 
     def _unpack(self) -> None:
         try:
             self.files = base64.b64decode("".join(self._packing or []), validate=True)
         except binascii.Error:
-            self.notes.append("--fetch: the files came back damaged; ask for the log again: `tilewright remote wait`")
+            self.notes.append("--fetch: the files arrived damaged; read the log again with `tilewright remote wait`")
         self._packing = None

@@ -1,8 +1,8 @@
-"""Jobs on a Ray cluster that somebody keeps, through Ray's Jobs API.
+"""Jobs on an existing Ray cluster, through Ray's Jobs API.
 
-Each job uploads its own working directory, so there is nothing to sync and two jobs never share files. Ray starts and
-stops no machines here: `ray up`, KubeRay or SkyPilot do that. Whoever can reach a Ray head can run anything on it, so off
-loopback a token is required. It is sent as a header by this file, and printed by nothing.
+Each job uploads its own working directory, so there is nothing to sync and two jobs never share files. This runner
+starts and stops no machines: `ray up`, KubeRay or SkyPilot do that. Anyone who can reach a Ray head can run anything on
+it, so a token is required for every address except loopback. The token is sent as a header and never printed.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _TOKEN_REMEDY = (
 
 
 class RayRunner(LogCarried):
-    """Commands as Ray Jobs. `address`: HOST:PORT of the head's dashboard, or its http(s) address."""
+    """Commands as Ray jobs. `address` is HOST:PORT of the head's dashboard, or its http(s) address."""
 
     def __init__(self, address: str):
         super().__init__()
@@ -66,13 +66,11 @@ class RayRunner(LogCarried):
         loopback = _is_loopback(url.hostname or "")
         if self._token is None and not loopback:
             raise RunnerError(
-                f"--on ray:{address} is not this machine and there is no token: who reaches a Ray head without one can run "
-                f"anything on it; {_TOKEN_REMEDY}"
+                f"--on ray:{address} is not this machine and there is no token: without one, anyone who reaches a Ray "
+                f"head can run anything on it; {_TOKEN_REMEDY}"
             )
         if self._token is not None and not loopback and url.scheme == "http":
-            self.notice = (
-                f"{self.url} is not encrypted: the token travels in the clear; an ssh tunnel or https hides it"
-            )
+            self.notice = f"{self.url} is not encrypted, so the token is sent as plain text; use an ssh tunnel or https"
         self._connected: Any = None
 
     @property
@@ -82,9 +80,10 @@ class RayRunner(LogCarried):
                 ray_jobs = importlib.import_module("ray.job_submission")
             except ImportError as error:
                 raise RunnerError(
-                    f"--on {self.target} needs Ray, which is not installed: uv sync --extra ray"
+                    f"--on {self.target} needs Ray, which is not installed: pip install 'tilewright[ray]', or "
+                    "uv sync --extra ray in a checkout"
                 ) from error
-            # They tell of every upload and every closed socket; at debug level, of whole requests.
+            # These log every upload and every closed socket, and whole requests at debug level.
             for name in (
                 "dashboard.modules.dashboard_sdk",
                 "dashboard.modules.job.sdk",
@@ -98,7 +97,7 @@ class RayRunner(LogCarried):
 
     @contextlib.contextmanager
     def _one_line(self, job: Job | None = None) -> Iterator[None]:
-        """What Ray raises, as one line with the remedy."""
+        """Turns Ray's exceptions into a `RunnerError` of one line with the remedy."""
         aiohttp, requests, ray = (importlib.import_module(name) for name in ("aiohttp", "requests", "ray.exceptions"))
         try:
             yield
@@ -106,14 +105,14 @@ class RayRunner(LogCarried):
             if "Forbidden" in str(error):
                 what = "refuses the token: it is wrong, or expired"
             else:
-                what = "wants a token, and there is none"
+                what = "requires a token, and there is none"
             raise RunnerError(f"{self.target} {what}; {_TOKEN_REMEDY}") from None
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403):
                 raise RunnerError(
                     f"{self.target} refuses the token: it is wrong, or expired; {_TOKEN_REMEDY}"
                 ) from None
-            raise LostConnection(f"{self.target} gives no log just now (HTTP {error.status})") from None
+            raise LostConnection(f"{self.target} returns no log at the moment (HTTP {error.status})") from None
         except (ConnectionError, requests.exceptions.RequestException, aiohttp.ClientError, TimeoutError) as error:
             raise LostConnection(
                 f"{self.target} does not answer ({type(error).__name__}); is the head up, and its port reachable?"
@@ -124,7 +123,7 @@ class RayRunner(LogCarried):
             text = str(error)
             if job is not None and ("404" in text or "does not exist" in text):
                 raise RunnerError(
-                    f"{self.target} has no job {job.id}: the head was started again since, or the job never reached it"
+                    f"{self.target} has no job {job.id}: the head was restarted since, or the job never reached it"
                 ) from None
             if "WebSocket" in text:
                 raise LostConnection(f"{self.target} closed the log of {job.id if job else 'a job'}") from None
@@ -132,7 +131,7 @@ class RayRunner(LogCarried):
 
     def plan(self, rental: Rental) -> Plan:
         raise CannotDo(
-            f"{self.target}: Ray rents no machines here; use --on sky:CLUSTER, or `ray up` for a Ray cluster"
+            f"{self.target}: this runner rents no machines; use --on sky:CLUSTER, or `ray up` for a Ray cluster"
         )
 
     def launch(self, rental: Rental, workdir: Path, say: Callable[[str], None]) -> None:
@@ -140,11 +139,11 @@ class RayRunner(LogCarried):
 
     def sync(self, workdir: Path) -> None:
         raise CannotDo(
-            f"{self.target}: each Ray job uploads its own files when it is submitted; there is nothing to sync"
+            f"{self.target}: each Ray job uploads its own files when it is submitted, so there is nothing to sync"
         )
 
     def down(self) -> None:
-        raise CannotDo(f"{self.target}: who started this Ray cluster stops it (`ray down`, `ray stop`); this did not")
+        raise CannotDo(f"{self.target}: this runner did not start the cluster; stop it with `ray down` or `ray stop`")
 
     def submit(self, job: Job) -> None:
         client = self._client
@@ -153,7 +152,7 @@ class RayRunner(LogCarried):
         with staged(job.workdir, job) as stage, self._one_line(job):
             while True:
                 try:
-                    # Its own id for the job: should this process be killed now, the journal still finds it.
+                    # Ray uses our id, so the journal finds the job even if this process is killed right now.
                     client.submit_job(
                         entrypoint=_entrypoint(job),
                         submission_id=job.id,
@@ -163,7 +162,7 @@ class RayRunner(LogCarried):
                     )
                     return
                 except RuntimeError as error:
-                    # A head that has just started answers before it can run jobs.
+                    # A head that has just started answers requests before it can run jobs.
                     if "No available agent" not in str(error) or time.monotonic() > deadline:
                         raise
                     time.sleep(1)
@@ -181,7 +180,7 @@ class RayRunner(LogCarried):
         return [(info.submission_id or info.job_id, _status(info)) for info in found]
 
     def banner(self, job: Job) -> str | None:
-        # Ray's supervisor writes it while the job is writing already.
+        # Ray's supervisor writes this line while the job may already be writing.
         return f"Running entrypoint for job {job.id}: {_entrypoint(job)}"
 
     def _raw_log(self, job: Job, *, follow: bool) -> Iterator[str]:
@@ -190,7 +189,7 @@ class RayRunner(LogCarried):
             if not follow:
                 yield client.get_job_logs(job.id)
                 return
-            # Every call begins at the log's start, so a reader that comes back skips what it has.
+            # Every call starts at the beginning of the log; a reader that reconnects skips what it has.
             loop = asyncio.new_event_loop()
             lines = client.tail_job_logs(job.id)
 
@@ -203,7 +202,7 @@ class RayRunner(LogCarried):
                     try:
                         text = loop.run_until_complete(step)
                     except KeyboardInterrupt:
-                        step.cancel()  # So that the connection is closed in order.
+                        step.cancel()  # Closes the connection properly.
                         with contextlib.suppress(asyncio.CancelledError):
                             loop.run_until_complete(step)
                         raise
@@ -229,7 +228,7 @@ def _entrypoint(job: Job) -> str:
 
 def _status(info: Any) -> Status:
     state = _STATES[str(info.status.value)]
-    # Ray says "FAILED" for any code but 0; an exit code that is missing means that the driver never ended by itself.
+    # Ray reports FAILED for every code but 0. A missing exit code means that the driver was killed.
     return Status(state, info.driver_exit_code, _first_line(info.message or "") if state is not State.SUCCEEDED else "")
 
 
@@ -238,22 +237,24 @@ def _first_line(text: str) -> str:
 
 
 def _resources(accelerator: str | None) -> dict[str, Any]:
-    """What the job's command reserves on the host where it starts."""
+    """What the job reserves on the host where its command starts."""
     if accelerator is None:
         return {}
     found = Accelerator.parse(accelerator)
-    if found.platform == "gpu":
-        # A sliver of a node's own resource says which kind; Ray makes one on every node with that GPU.
-        return {"entrypoint_num_gpus": found.count, "entrypoint_resources": {f"accelerator_type:{found.kind}": 0.001}}
+    if found.chip.platform == "gpu":
+        # Every node has a resource with the name of its GPU, without the size of its memory: asking for a small
+        # fraction of it selects the kind.
+        resource = f"accelerator_type:{found.kind.partition('-')[0]}"
+        return {"entrypoint_num_gpus": found.count, "entrypoint_resources": {resource: 0.001}}
     resources = {"TPU": float(found.per_host)}
     if found.count > found.per_host:
-        # A slice of several hosts: on the first of them; `ray.util.tpu` reaches the others from there.
+        # The command starts on the first host of a slice; `ray.util.tpu` reaches the other hosts from there.
         resources[f"TPU-{found.name.removeprefix('tpu-')}-head"] = 1.0
     return {"entrypoint_resources": resources}
 
 
 def _token() -> str | None:
-    """Ray's own places for it, in Ray's order."""
+    """The token, from the places where Ray itself looks, in Ray's order."""
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")

@@ -1,8 +1,8 @@
-"""Machines that SkyPilot rents, on any cloud it has and on Slurm, and jobs on them, through its Python SDK.
+"""Machines that SkyPilot rents, on any of its clouds and on Slurm, and jobs on them, through its Python SDK.
 
-A cluster's name is its identity: a launch of a name that is there, or on its way, finds it and rents no second one, also
-after this process was killed in the middle. SkyPilot's own server does the work and goes on without us; by default it is
-a process on this machine, on loopback.
+A cluster is identified by its name: launching a name that exists or is being provisioned takes that cluster and rents
+no second one, even after this process was killed in the middle of a launch. SkyPilot's server does the work and
+continues without this process; by default it runs on this machine, on loopback.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tilewright.runners.carried import LogCarried
 from tilewright.runners.payload import HAVE_UV
 from tilewright.runners.upload import script_path, staged
 
-# "(name, pid=123) " before each line, in colour; on several hosts "(head, rank=0, pid=123) ".
+# SkyPilot prepends "(name, pid=123) " to each line, in colour; on several hosts "(head, rank=0, pid=123) ".
 _PREFIX = re.compile(r"^(?:\x1b\[[0-9;]*m)*\([^()\n]*pid=\d+[^()\n]*\)(?:\x1b\[[0-9;]*m)* ?")
 _STATES = {
     "INIT": State.PENDING,
@@ -68,8 +68,8 @@ class SkyRunner(LogCarried):
     def _record(self, *, refresh: bool = True) -> Any:
         """SkyPilot's record of the cluster, or None.
 
-        With `refresh` the cloud is asked: a cluster that tore itself down, or was taken back, is still in SkyPilot's table.
-        Not so for one that is on its way: its cloud may not know it yet, and SkyPilot would forget it.
+        `refresh` queries the cloud: a cluster that tore itself down or was preempted is still in SkyPilot's table. A
+        cluster that is being provisioned is not refreshed: its cloud may not list it yet, and SkyPilot would forget it.
         """
         sky = _sky()
         with one_line(self.target):
@@ -85,7 +85,7 @@ class SkyRunner(LogCarried):
         with one_line(self.target):
             task = sky.Task(setup=HAVE_UV) if rental.template is None else sky.Task.from_yaml(str(rental.template))
             task.name = self.name
-            # A template may say what to run; a launch only makes the machine ready.
+            # A template may have a command to run; a launch only sets up the machine.
             task.run = None
             changes: dict[str, Any] = {}
             if rental.accelerator is not None:
@@ -103,8 +103,8 @@ class SkyRunner(LogCarried):
     def plan(self, rental: Rental) -> Plan:
         if rental.infra is not None and rental.infra.startswith("slurm") and rental.idle_minutes is not None:
             raise RunnerError(
-                f"--infra {rental.infra} cannot give a machine back by itself; pass --keep, and `tilewright remote down "
-                f"{self.target}` when you are done"
+                f"--infra {rental.infra} cannot give a machine back by itself; pass --keep, and run `tilewright remote "
+                f"down {self.target}` when you are done"
             )
         task = self._task(rental)
         record = self._record()
@@ -122,7 +122,7 @@ class SkyRunner(LogCarried):
         dollars = "not known" if price is None else f"${price:.2f} an hour"
         return Plan(
             target=self.target,
-            accelerator=rental.accelerator or "as the template says",
+            accelerator=rental.accelerator or "the template's",
             lines=(*table.strip("\n").splitlines(), f"{self.target}: {dollars}; torn down {ends}"),
             dollars_per_hour=price,
         )
@@ -131,10 +131,10 @@ class SkyRunner(LogCarried):
         there = _accelerators(record.handle.launched_resources) if record.handle else "not known"
         if rental.accelerator is not None and there not in (rental.accelerator, "not known"):
             raise RunnerError(
-                f"{self.target} is there and has {there}, not {rental.accelerator}; use another name, or "
+                f"{self.target} exists and has {there}, not {rental.accelerator}; use another name, or run "
                 f"`tilewright remote down {self.target}` first"
             )
-        state = {"UP": "is up", "INIT": "is on its way, or stopped half-way: it is taken up", "STOPPED": "is stopped"}
+        state = {"UP": "is up", "INIT": "is being provisioned, or was interrupted", "STOPPED": "is stopped"}
         return Plan(
             target=self.target,
             accelerator=there,
@@ -168,10 +168,10 @@ class SkyRunner(LogCarried):
             raise _missing(self.target)
         with staged(job.workdir, job) as stage, one_line(self.target):
             task = sky.Task(name=job.id, workdir=str(stage), run=f"bash {script_path(job)}")
-            # With the accelerators of the cluster: then SkyPilot's queue gives them to one job at a time.
-            held = record.handle.launched_resources.accelerators if record.handle else None
-            if held:
-                task.set_resources(sky.Resources(accelerators=held))
+            # A job that asks for all accelerators of the cluster: SkyPilot's queue then runs one job at a time.
+            accelerators = record.handle.launched_resources.accelerators if record.handle else None
+            if accelerators:
+                task.set_resources(sky.Resources(accelerators=accelerators))
             request = sky.exec(task, cluster_name=self.name)
             with _cancelled_with(request):
                 self._numbers[job.id], _ = _answer(request)
@@ -182,7 +182,7 @@ class SkyRunner(LogCarried):
             return _answer(sky.queue(self.name))
 
     def _number(self, job: Job) -> int | None:
-        """SkyPilot's number of the job. Ours is its name."""
+        """SkyPilot's number for the job. Our id is the job's name there."""
         if job.id not in self._numbers:
             self._numbers |= {record.job_name: record.job_id for record in self._queue()}
         return self._numbers.get(job.id)
@@ -191,12 +191,12 @@ class SkyRunner(LogCarried):
         try:
             queue = self._queue()
         except ClusterGone as error:
-            return Status(State.LOST, note=f"{error}; what it left there is gone")
+            return Status(State.LOST, note=f"{error}; its files there are gone")
         for record in queue:
             if record.job_name == job.id:
                 return _status(record)
         return Status(
-            State.LOST, note=f"{self.target} has no such job: it never began, or the cluster was launched anew"
+            State.LOST, note=f"{self.target} has no such job: it never started, or the cluster was launched again"
         )
 
     def jobs(self) -> list[tuple[str, Status]]:
@@ -208,7 +208,7 @@ class SkyRunner(LogCarried):
         if number is None:
             return
         with one_line(self.target):
-            # From the start each time, so a reader that comes back skips what it has.
+            # Every call starts at the beginning of the log; a reader that reconnects skips what it has.
             for text in sky.tail_logs(self.name, number, follow, preload_content=False):
                 if text is not None:
                     yield text
@@ -230,7 +230,7 @@ class SkyRunner(LogCarried):
 
 
 def _changed(resources: Any, changes: dict[str, Any]) -> Any:
-    """A copy with the changes. The arguments of one TPU generation, such as its runtime's version, are not another's."""
+    """A copy with the changes. Another TPU generation drops the template's arguments, such as its runtime version."""
     named = changes.get("accelerators")
     if (
         named is not None
@@ -242,7 +242,7 @@ def _changed(resources: Any, changes: dict[str, Any]) -> Any:
 
 
 def chosen_price(table: str) -> float | None:
-    """Dollars an hour, from the row that SkyPilot's optimizer chose: over its API the table is all it answers."""
+    """Dollars per hour, from the row that SkyPilot's optimizer chose: its API returns only the printed table."""
     for line in table.splitlines():
         if chosen := re.search(r"([\d.]+)\s+✔", line):
             return float(chosen[1])
@@ -250,15 +250,15 @@ def chosen_price(table: str) -> float | None:
 
 
 class ClusterGone(RunnerError):
-    """No cluster of this name."""
+    """There is no cluster of this name."""
 
 
 def clusters() -> list[Cluster]:
-    """What is rented now, with what it has cost. The newest first."""
+    """The clusters that are currently rented, newest first, with their cost."""
     sky = _sky()
     with one_line("sky"):
         found = _answer(sky.status(refresh=sky.StatusRefreshMode.AUTO))
-        # A second launch of a cluster resets its own clock; the report's does not.
+        # A second launch of a cluster resets its launch time; the cost report keeps the first one.
         since = {each["name"]: each for each in _answer(sky.cost_report()) if each.get("status") is not None}
     rows = []
     for record in found:
@@ -278,7 +278,7 @@ def clusters() -> list[Cluster]:
 
 
 def _price(record: Any) -> float | None:
-    """Dollars an hour, or None where the catalog does not know."""
+    """Dollars per hour, or None where the catalog has no price."""
     try:
         return record.handle.launched_resources.get_cost(3600) * record.nodes
     except (AttributeError, ValueError, KeyError, AssertionError):
@@ -286,11 +286,11 @@ def _price(record: Any) -> float | None:
 
 
 def _accelerators(resources: Any) -> str:
-    """As --accelerator spells them."""
-    held = resources.accelerators
-    if not held:
+    """The accelerators as --accelerator spells them."""
+    accelerators = resources.accelerators
+    if not accelerators:
         return "no accelerator"
-    name, count = next(iter(held.items()))
+    name, count = next(iter(accelerators.items()))
     plain = name if name.startswith("tpu") else f"{name}:{count:g}"
     with contextlib.suppress(ValueError):
         return Accelerator.parse(plain).name
@@ -300,19 +300,22 @@ def _accelerators(resources: Any) -> str:
 def _status(record: Any) -> Status:
     state = _STATES.get(record.status.value, State.FAILED)
     note = "" if state is not State.FAILED or record.status.value == "FAILED" else record.status.value.lower()
-    # Its own code is in the log: SkyPilot keeps whether it failed, and not with what.
+    # The exit code is in the log: SkyPilot only records that a job failed.
     return Status(state, 0 if state is State.SUCCEEDED else None, note)
 
 
 def _sky() -> Any:
-    # SkyPilot reports usage to its makers unless told not to, and prints more than a caller wants.
+    # By default SkyPilot reports usage to its developers.
     os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
     try:
         sky = importlib.import_module("sky")
     except ImportError as error:
-        raise RunnerError("--on sky:CLUSTER needs SkyPilot, which is not installed: uv sync --extra sky") from error
+        raise RunnerError(
+            "--on sky:CLUSTER needs SkyPilot, which is not installed: pip install 'tilewright[sky]', or "
+            "uv sync --extra sky in a checkout"
+        ) from error
     logging.getLogger("sky").setLevel(logging.ERROR)
-    # SkyPilot keeps its caller's command line in its database: with it would go the values of --env.
+    # SkyPilot stores the command line of its caller in its database, which would include the values of --env.
     sys.argv[1:] = []
     return sky
 
@@ -323,12 +326,12 @@ def _answer(request: Any) -> Any:
 
 @contextlib.contextmanager
 def _cancelled_with(request: Any) -> Iterator[None]:
-    """Ctrl-C stops the request on SkyPilot's server too: it would go on without us."""
+    """Ctrl-C also stops the request on SkyPilot's server, which would otherwise continue."""
     try:
         yield
     except KeyboardInterrupt:
         sky = _sky()
-        # A second Ctrl-C must not leave the first one half done.
+        # In a thread, so that a second Ctrl-C does not interrupt the cancellation.
         done = threading.Thread(target=lambda: sky.get(sky.api_cancel(request, silent=True)))
         done.start()
         done.join(timeout=30)
@@ -337,14 +340,14 @@ def _cancelled_with(request: Any) -> Iterator[None]:
 
 def _missing(target: str) -> ClusterGone:
     return ClusterGone(
-        f"{target} is not there; `tilewright remote list` shows what is, and `tilewright remote launch --on {target} "
-        "--accelerator ...` rents it"
+        f"{target} does not exist; `tilewright remote list` shows the clusters that do, and `tilewright remote launch "
+        f"--on {target} --accelerator ...` rents it"
     )
 
 
 @contextlib.contextmanager
 def one_line(target: str) -> Iterator[None]:
-    """What SkyPilot raises, as one line with the remedy."""
+    """Turns SkyPilot's exceptions into a `RunnerError` of one line with the remedy."""
     requests, exceptions = (importlib.import_module(name) for name in ("requests", "sky.exceptions"))
     try:
         yield
@@ -352,16 +355,16 @@ def one_line(target: str) -> Iterator[None]:
         raise _missing(target) from None
     except exceptions.ClusterNotUpError:
         raise RunnerError(
-            f"{target} is not up; `tilewright remote launch` with the same --on takes it up again"
+            f"{target} is not up; `tilewright remote launch` with the same --on starts it again"
         ) from None
     except (exceptions.NoCloudAccessError, exceptions.CloudUserIdentityError, exceptions.InvalidCloudCredentials):
         raise RunnerError(
-            f"{target}: SkyPilot has no valid credentials for any cloud on this machine; `sky check` says what each cloud "
-            "needs (gcp: `gcloud auth application-default login`)"
+            f"{target}: SkyPilot has no valid credentials for any cloud on this machine; `sky check` shows what each "
+            "cloud needs (gcp: `gcloud auth application-default login`)"
         ) from None
     except exceptions.ApiServerAuthenticationError:
         raise RunnerError(
-            f"{target}: SkyPilot's server refuses the token: it is missing or expired; `sky api login`"
+            f"{target}: SkyPilot's server refuses the token: it is missing or expired; run `sky api login`"
         ) from None
     except exceptions.CloudError as error:
         raise RunnerError(f"{target}: a cloud or its price list cannot be reached: {_plain(error)}") from None
@@ -369,14 +372,15 @@ def one_line(target: str) -> Iterator[None]:
         raise RunnerError(f"{target} cannot be had: {_plain(error)}") from None
     except (exceptions.ApiServerConnectionError, requests.exceptions.RequestException) as error:
         raise LostConnection(
-            f"{target}: SkyPilot's server does not answer ({type(error).__name__}); `sky api info`"
+            f"{target}: SkyPilot's server does not answer ({type(error).__name__}); see `sky api info`"
         ) from None
     except RuntimeError as error:
         if isinstance(error, RunnerError) or "API server" not in str(error):
             raise
-        # What is left of one that was killed may be in its way for a while.
-        why = f"`sky api stop`, then again: {_plain(error)}"
-        raise LostConnection(f"{target}: SkyPilot's server does not start; {why}") from None
+        # Processes of a server that was killed may block the new one for a while.
+        raise LostConnection(
+            f"{target}: SkyPilot's server does not start; run `sky api stop` and try again: {_plain(error)}"
+        ) from None
     except (
         exceptions.NotSupportedError,
         exceptions.ResourcesMismatchError,
@@ -391,13 +395,13 @@ def one_line(target: str) -> Iterator[None]:
 
 
 def _plain(error: BaseException) -> str:
-    """The message in one line, without colours."""
+    """The message in one line, without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return " ".join(text.split())[:500]
 
 
 class _Lines(io.TextIOBase):
-    """A stream that hands on what is written to it."""
+    """A stream that passes what is written to it to a function."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say

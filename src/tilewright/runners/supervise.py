@@ -1,8 +1,8 @@
-"""Runs one local job to its end, apart from whoever started it: `python -I supervise.py DIRECTORY COMMAND...`.
+"""The supervisor of one local job: `python -I supervise.py DIRECTORY COMMAND...`.
 
-It is a process of its own session, so that the job survives the terminal, and it keeps what the job leaves: the log, and
-how it ended. Everything the command starts stays below it, daemons too (it is their reaper), so that a cancelled job
-leaves nothing running. It imports the standard library only: it must start at once.
+It runs in its own session, so that the job survives the terminal, and writes the job's log and exit code to the
+journal. It is the subreaper of everything the command starts, daemons included, so that a cancelled job leaves no
+process behind. It imports only the standard library, to start quickly.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 5.0
-NOT_EXECUTABLE, NOT_FOUND = 126, 127  # What a shell answers.
+NOT_EXECUTABLE, NOT_FOUND = 126, 127  # The exit codes of a shell.
 
 
 def started_at(pid: int) -> int | None:
-    """When a process began, in ticks since boot, or None if it is gone: a pid alone may be another process by now."""
+    """When a process started, in ticks since boot, or None if it is gone. A pid alone may have been reused."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -49,7 +49,7 @@ def descendants(root: int) -> list[int]:
 
 
 def stop_all(root: int, grace_s: float = GRACE_S) -> None:
-    """Ask everything below `root` to end, then make it: until nothing is left, however it forks."""
+    """Sends SIGTERM to every descendant of `root`, and SIGKILL after `grace_s`, until none is left."""
     deadline = time.monotonic() + grace_s
     asked: set[int] = set()
     while below := descendants(root):
@@ -68,7 +68,7 @@ def main(directory: Path, command: list[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Blocked and waited for: a cancel that comes before the command has started is not lost.
+    # Blocked, and read with sigwait: a cancellation that arrives before the command has started is not lost.
     watched = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
 
@@ -97,7 +97,7 @@ def main(directory: Path, command: list[str]) -> None:
         cancelled = False
         while process.poll() is None and not cancelled:
             cancelled = signal.sigwait(watched) == signal.SIGTERM and process.poll() is None
-        # A job is over when its command is; what it left behind would hold the accelerator against the next one.
+        # A job ends with its command. A process it left running could block the accelerator for the next job.
         stop_all(os.getpid(), GRACE_S if cancelled else 1.0)
         code = process.wait()
         code = 128 - code if code < 0 else code

@@ -1,8 +1,8 @@
-"""What of a checkout goes to the other machine: what git tracks, and what it would; never what it ignores.
+"""The files of a checkout that are uploaded: tracked files and new files, never files that git ignores.
 
-The files are laid out in a directory of their own and that is uploaded, by whichever runner. So each runner ships the
-same files, whatever it thinks of ignore files; git's own history stays here; and a job's variables can travel as a file
-that the job removes when it starts, rather than in a runner's database, dashboard or log.
+The files are copied to a staging directory, which the runner uploads. So every runner uploads the same files, however
+it treats ignore files, and git's history stays here. A job's environment variables travel as a file that the job
+deletes when it starts, and not in a runner's database, dashboard or log.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _NAMED_AT_MOST = 3
 
 @contextlib.contextmanager
 def staged(workdir: Path, job: Job | None = None) -> Iterator[Path]:
-    """A directory with the files of `workdir` to upload, and with the job's script if there is one."""
+    """A temporary directory with the files of `workdir` to upload and, for a job, its script."""
     files = shipped_files(workdir)
     with tempfile.TemporaryDirectory(prefix="tilewright-") as name:
         stage = Path(name)
@@ -42,28 +42,28 @@ def staged(workdir: Path, job: Job | None = None) -> Iterator[Path]:
 
 
 def script_path(job: Job) -> str:
-    """Of the job's script, below the uploaded directory."""
+    """The path of the job's script, relative to the uploaded directory."""
     return f"{JOB_FILES}/{job.id}.sh"
 
 
 def _copy(source: Path, to: Path) -> None:
     try:
-        os.link(source, to, follow_symlinks=False)  # Free, and it keeps the time that tells rsync what changed.
+        os.link(source, to, follow_symlinks=False)  # Takes no space, and keeps the mtime that rsync compares.
     except OSError:
         shutil.copy2(source, to, follow_symlinks=False)
 
 
 def shipped_files(workdir: Path) -> list[str]:
-    """Tracked files and new ones that git does not ignore, relative to `workdir`."""
+    """The tracked files, and the new files that git does not ignore, relative to `workdir`."""
     _refuse_leaky_skyignore(workdir)
     listed = _git(workdir, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     paths = dict.fromkeys(name for name in listed.split("\0") if name)
-    # A tracked file that was deleted is listed too, and a submodule is a directory.
+    # git also lists tracked files that were deleted, and submodules, which are directories.
     return [name for name in paths if (workdir / name).is_symlink() or (workdir / name).is_file()]
 
 
 def _refuse_leaky_skyignore(workdir: Path) -> None:
-    """SkyPilot reads a .skyignore instead of .gitignore: then `sky launch` uploads what git ignores, secrets too."""
+    """Raises where .skyignore, which SkyPilot reads instead of .gitignore, would let ignored files be uploaded."""
     skyignore = workdir / ".skyignore"
     if not skyignore.exists():
         return
@@ -80,7 +80,9 @@ def _refuse_leaky_skyignore(workdir: Path) -> None:
 
 
 def _excluded(path: str, patterns: list[str]) -> bool:
-    """As rsync reads a line: from the top with a leading slash, at any depth without; a directory with all below it."""
+    """Whether a pattern excludes the path, by rsync's rules: a leading slash anchors it at the top, otherwise it
+    matches at any depth; a directory includes everything below it.
+    """
     parts = path.split("/")
     prefixes = ["/".join(parts[: n + 1]) for n in range(len(parts))]
     for pattern in patterns:
@@ -99,11 +101,11 @@ def _git(workdir: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(workdir), *arguments], capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise ValueError("git is not installed, and only git knows which files to keep from the upload") from error
+        raise ValueError("git is not installed; it is needed to know which files not to upload") from error
     if done.returncode:
         why = done.stderr.strip().splitlines()[0] if done.stderr.strip() else f"exit code {done.returncode}"
         raise ValueError(
-            f"--workdir {workdir}: git cannot say which files to keep from the upload ({why}); where there is no checkout, "
-            "run `git init` first, with a .gitignore for what must stay"
+            f"--workdir {workdir}: git cannot tell which files not to upload ({why}); where there is no checkout, run "
+            "`git init` first, with a .gitignore for the files that must not be uploaded"
         )
     return done.stdout

@@ -1,0 +1,16 @@
+"""The `tilewright` command: checks that the libraries of the command line are installed, and runs it."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line, or prints the one command that installs what it needs."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError:
+        print("tilewright's command line needs typer and rich: pip install 'tilewright[bench]'", file=sys.stderr)
+        sys.exit(2)
+    from tilewright.cli.main import main as run
+
+    run()

@@ -1,1 +1,1 @@
-"""The comparison that started all this: delta-rule layers beside softmax attention, in speed, numerics and recall."""
+"""Compares delta-rule layers with softmax attention in speed, memory, numerics and recall: the project's main job."""

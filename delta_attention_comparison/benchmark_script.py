@@ -2,8 +2,9 @@
 
     uv run python delta_attention_comparison/benchmark_script.py
 
-Three parts: the layers' speed and memory over sequence lengths, the numerics of every implementation of their ops, and how
-well a small model of each learns associative recall. They go into a folder: records.jsonl, three plots, report.md.
+It has three parts: the speed and memory of the layers over sequence lengths, the numerics of every implementation of their
+ops, and how well a small model of each layer learns associative recall. It writes a folder: records.jsonl, three plots and
+report.md.
 """
 
 import dataclasses
@@ -17,25 +18,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
-# Run as a file, Python looks for modules beside this one: the package is one folder up.
+# When this file is run by its path, Python looks for modules in its folder; the package is one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 import typer
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from delta_attention_comparison import recall
 from delta_attention_comparison.contenders import LAYERS, OPS, PRESETS, TITLES, layer_op, make_layer, own_decision
-from delta_attention_comparison.report import Findings, write_report
+from delta_attention_comparison.report import MODES, Findings, write_report
 from tilewright.cli.screen import Mistake, arguments, console, progress_bar, split_names
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Op, find_op
 from tilewright.core.numerics import judge
-from tilewright.core.records import Provenance, Record, append_records
 from tilewright.core.target import default_device
-from tilewright.workbench.bench import Timing, bench_case
+from tilewright.workbench.bench import Compiled, Mode, Timing, compile_case, decided_configs, time_case
 from tilewright.workbench.check import (
     CaseCheck,
     call,
@@ -44,24 +44,27 @@ from tilewright.workbench.check import (
     draw_cotangents,
     needs_interpreter,
 )
+from tilewright.workbench.records import Provenance, Record, append_records
 
 _PARTS = ("speed", "numerics", "recall")
 _PROFILED_STEPS = 3
 _MOST_WORKERS = 4
+_LEAST_LENGTHS = 4
 
 
 def compare(
-    preset: Annotated[str | None, typer.Option(help="cpu, gpu, tpu or full; this device's own unless told.")] = None,
+    preset: Annotated[str | None, typer.Option(help="cpu, gpu, tpu or full; defaults to this device's.")] = None,
     layers: Annotated[str | None, typer.Option(help="Comma-separated: kda, gdn, deltanet, softmax.")] = None,
-    seq_lens: Annotated[str | None, typer.Option(help="Comma-separated; the preset's unless told.")] = None,
+    seq_lens: Annotated[str | None, typer.Option(help="Comma-separated; defaults to the preset's.")] = None,
     parts: Annotated[str | None, typer.Option(help="Comma-separated: speed, numerics, recall.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps of each layer; the preset's unless told.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps of each layer; defaults to the preset's.")] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Write a trace of each layer's steps here, for Perfetto or XProf.")
+        Path | None,
+        typer.Option(help="Write a trace of a few steps of each layer to this folder, for Perfetto or XProf."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder of the results.")] = Path("results/comparison"),
+    out: Annotated[Path, typer.Option(help="The folder to write the results to.")] = Path("results/comparison"),
 ) -> None:
-    """Compare the layers: speed, memory, numerics, and recall. Results go into a folder, with a report to read."""
+    """Compare the layers in speed, memory, numerics and recall, and write the results to a folder with a report."""
     with arguments():
         platform = Chip.of(default_device()).platform
         (preset_name,) = split_names(preset or platform, tuple(PRESETS), "preset")[:1]
@@ -79,17 +82,17 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     records = out / "records.jsonl"
     records.unlink(missing_ok=True)
-    # Each record is written when it is made: a run that is stopped has not run for nothing.
+    # Each record is written as soon as it exists, so that a run that is stopped leaves what it has measured.
     found = Findings(preset_name, size, chosen, where, keep=lambda record: append_records(records, [record]))
     with progress_bar() as bar:
         if "speed" in wanted:
             _measure_speed(found, bar)
         if profile is not None:
             _write_trace(found, profile, bar)
-        # Nothing is timed from here on, so jobs run beside each other: one compiles while another runs.
+        # Nothing is timed from here on, so jobs run in parallel: one compiles while another runs.
         jobs = _numerics_jobs(found, bar) if "numerics" in wanted else []
         jobs += _recall_jobs(found, bar) if "recall" in wanted else []
-        _run_together(jobs)
+        _run_in_parallel(list(reversed(jobs)), min(_MOST_WORKERS, max(2, (os.cpu_count() or 2) // 2)))
     found.missing += [f"{part}: left out by --parts" for part in _PARTS if part not in wanted]
     found.seconds = time.perf_counter() - began
     report = write_report(found, out)
@@ -110,60 +113,94 @@ def _lengths(given: str) -> tuple[int, ...]:
 
 
 def _measure_speed(found: Findings, bar: Progress) -> None:
-    """Forward, and forward with backward, of each layer at each length, the shortest first."""
+    """Times each layer at each length, forward and forward with backward, the shortest lengths first.
+
+    The first lengths are measured however long they take: fewer than four do not show how a layer grows. A longer one is
+    begun only within the preset's time. Programs are compiled in parallel where the preset says so, and run one by one.
+    """
     size = found.preset
-    task = bar.add_task("speed", total=2 * len(found.layers) * len(size.seq_lens))
+    task = bar.add_task("speed", total=4 * len(found.layers) * len(size.seq_lens))
     began = time.perf_counter()
-    for position, t in enumerate(size.seq_lens):
-        # Two lengths are measured whatever they take: one tells nothing of how a layer grows.
-        if position > 1 and size.speed_seconds is not None and time.perf_counter() - began > size.speed_seconds:
-            found.missing.append(f"speed at T={t}: this device took its {size.speed_seconds:.0f} s for shorter ones")
-            bar.advance(task, 2 * len(found.layers))
+    together = _LEAST_LENGTHS if size.compile_workers > 1 else 1
+    groups = [size.seq_lens[:together], *((t,) for t in size.seq_lens[together:])]
+    done = 0
+    for lengths in groups:
+        elapsed = time.perf_counter() - began
+        if done >= _LEAST_LENGTHS and size.speed_seconds is not None and elapsed > size.speed_seconds:
+            found.missing += [
+                f"speed at T={t}: the shorter lengths took {elapsed:.0f} s here, and another one is begun only within "
+                f"{size.speed_seconds:.0f} s"
+                for t in lengths
+            ]
+            bar.advance(task, 4 * len(found.layers) * len(lengths))
             continue
-        for name in found.layers:
-            op, case, decision = layer_op(name, size, t)
-            for mode in ("forward", "forward+backward"):
-                bar.update(task, description=f"{TITLES[name]} T={t} {mode}")
-                try:
-                    record = bench_case(op, case, decision.implementation, size.dtype, mode, Timing(size.seconds))
-                except jax.errors.JaxRuntimeError as error:
-                    # Softmax over a long sequence, say: too large for this device is a finding, not a failure.
-                    found.missing.append(f"{TITLES[name]}, T={t}, {mode}: {str(error).splitlines()[0][:200]}")
-                    bar.advance(task)
-                    continue
-                extra = {
-                    "tokens": size.batch * t,
-                    "tokens_per_s": size.batch * t / record.median_s,
-                    "parameters": sum(math.prod(spec.shape) for key, spec in case.inputs.items() if key != "x"),
-                    "device_peak_bytes": _device_peak(),
-                }
-                found.add(
-                    dataclasses.replace(
-                        record,
-                        config=None if decision.launch.config is None else str(decision.launch.config),
-                        config_source=decision.config_source,
-                        metrics={**record.metrics, **extra},
-                    )
-                )
-                bar.advance(task)
+        _measure_lengths(found, lengths, bar, task)
+        done += len(lengths)
 
 
-def _run_together(jobs: list[Callable[[], None]]) -> None:
-    """A job for each two cores or so; the longest, which come last, begin first. An error of any is raised."""
-    workers = max(2, (os.cpu_count() or 2) // 2)
-    with ThreadPoolExecutor(min(workers, _MOST_WORKERS)) as pool:
-        for future in [pool.submit(job) for job in reversed(jobs)]:
+def _measure_lengths(found: Findings, lengths: tuple[int, ...], bar: Progress, task: TaskID) -> None:
+    """Compiles the layers for these lengths, then times them: nothing else runs while they are timed."""
+    size = found.preset
+    compiled: dict[tuple[int, str, Mode], Compiled] = {}
+
+    def too_large(name: str, t: int, mode: Mode, error: Exception) -> None:
+        # Softmax over a long sequence, for example: that it does not fit this device is a finding, not a failure.
+        found.missing.append(f"{TITLES[name]}, T={t}, {mode}: {str(error).splitlines()[0][:200]}")
+        bar.advance(task)
+
+    def compile_one(t: int, name: str, mode: Mode) -> None:
+        bar.update(task, description=f"compiling {TITLES[name]} T={t} {mode}")
+        op, case, decision = layer_op(name, size, t)
+        try:
+            y = case.structs(size.dtype)["x"]  # A layer's output is like its input.
+            compiled[t, name, mode] = compile_case(op, case, decision.implementation, size.dtype, mode, outputs=(y,))
+        except jax.errors.JaxRuntimeError as error:
+            too_large(name, t, mode, error)
+        bar.advance(task)
+
+    entries: list[tuple[int, str, Mode]] = [(t, name, mode) for t in lengths for name in found.layers for mode in MODES]
+    # The backward passes take the longest to compile, so they are begun first.
+    jobs = sorted(entries, key=lambda entry: (entry[2] == "forward", LAYERS.index(entry[1])))
+    _run_in_parallel([functools.partial(compile_one, *entry) for entry in jobs], size.compile_workers)
+    for t, name, mode in entries:
+        program = compiled.pop((t, name, mode), None)
+        if program is None:
+            continue
+        bar.update(task, description=f"{TITLES[name]} T={t} {mode}")
+        _, case, decision = layer_op(name, size, t)
+        try:
+            record = time_case(program, Timing(size.seconds))
+        except jax.errors.JaxRuntimeError as error:
+            too_large(name, t, mode, error)
+            continue
+        extra = {
+            "tokens": size.batch * t,
+            "tokens_per_s": size.batch * t / record.median_s,
+            "parameters": sum(math.prod(spec.shape) for key, spec in case.inputs.items() if key != "x"),
+            "device_peak_bytes": _device_peak(),
+        }
+        directions = ("forward", "backward") if mode == "forward+backward" else ("forward",)
+        configs, sources = decided_configs(decision, directions)
+        metrics = {**record.metrics, **extra}
+        found.add(dataclasses.replace(record, configs=configs, config_sources=sources, metrics=metrics))
+        bar.advance(task)
+
+
+def _run_in_parallel(jobs: list[Callable[[], None]], workers: int) -> None:
+    """Runs the jobs in so many threads, in order. An error of any of them is raised."""
+    with ThreadPoolExecutor(workers) as pool:
+        for future in [pool.submit(job) for job in jobs]:
             future.result()
 
 
 def _device_peak() -> int | None:
-    """The most that was allotted on the device since the program began, where the platform tells."""
+    """The most memory in use on the device since the program began, where the platform reports it."""
     stats = default_device().memory_stats()
     return None if not stats else stats.get("peak_bytes_in_use")
 
 
 def _write_trace(found: Findings, folder: Path, bar: Progress) -> None:
-    """A few steps of each layer at the shortest length: longer ones make traces that no viewer opens."""
+    """Traces a few steps of each layer at the shortest length: traces of longer ones are too large for a viewer."""
     size, t = found.preset, found.preset.seq_lens[0]
     task = bar.add_task("profile", total=len(found.layers))
     ready = []
@@ -185,20 +222,20 @@ def _write_trace(found: Findings, folder: Path, bar: Progress) -> None:
 
 
 def _numerics_jobs(found: Findings, bar: Progress) -> list[Callable[[], None]]:
-    """Every implementation of the layers' ops that can be run, against the oracle, over some of the ops' cases."""
+    """Jobs that compare every implementation of the layers' ops that runs here with the oracle, over some of the cases."""
     size = found.preset
     entries: list[tuple[Op, Case, str]] = []
     passed_over = []
     for name in found.layers:
         op = find_op(OPS[name])
-        # The longest of the small ones: a few tokens are one chunk or block, and show nothing of what passes between them.
+        # The longest of the small cases: with a few tokens there is one chunk, and nothing passes between chunks.
         cases = sorted((c for c in op.cases if c.small), key=lambda c: -next(iter(c.inputs.values())).shape[1])
         entries += [(op, case, dtype) for case in cases[: size.check_cases] for dtype in size.check_dtypes]
         passed_over += [f"{op.name} {i}" for i in op.implementations if needs_interpreter(i) and not size.interpreted]
     if passed_over:
         kernels = ", ".join(passed_over)
         found.missing.append(
-            f"numerics of kernels that run in an interpreter only here (--preset full does it): {kernels}"
+            f"numerics of kernels that run only in an interpreter here (--preset full checks them): {kernels}"
         )
     task = bar.add_task("numerics", total=len(entries))
 
@@ -209,7 +246,7 @@ def _numerics_jobs(found: Findings, bar: Progress) -> list[Callable[[], None]]:
             if interpreted and not size.interpreted:
                 continue
             if implementation == "reference":
-                # It is the plain version that the others are held to, and has been run for it.
+                # It is the plain version that the others are compared with, and has run already.
                 verdicts = {q: judge(held.plain[q], held.plain[q], held.oracle[q]) for q in held.oracle}
             else:
                 verdicts = {c.quantity: c.verdict for c in check_implementation(held, implementation)}
@@ -235,7 +272,7 @@ def _numerics_jobs(found: Findings, bar: Progress) -> list[Callable[[], None]]:
 
 
 def _recall_jobs(found: Findings, bar: Progress) -> list[Callable[[], None]]:
-    """A small model of each layer on associative recall."""
+    """Jobs that train a small model of each layer on associative recall."""
     size = found.preset
     budget = size.budget
     task = bar.add_task("recall", total=len(found.layers) * budget.steps)

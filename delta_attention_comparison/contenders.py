@@ -1,6 +1,7 @@
-"""What is compared: the layers at one size, and how large a comparison each kind of device is given."""
+"""What is compared: the layers at one size, and the size of the comparison for each kind of device."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ TITLES = {
     "deltanet": "DeltaNet",
     "softmax": "Attention",
 }
-# The op that mixes tokens in each layer: its numerics are checked, and it is what a layer's time is about.
+# The op that mixes tokens in each layer: its numerics are checked, and it dominates the time of a layer.
 OPS = {"kda": "kda", "gdn": "gated_delta_rule", "deltanet": "delta_rule", "softmax": "flash_attention"}
 
 
@@ -36,16 +37,18 @@ class Preset:
     dtype: str
     seq_lens: tuple[int, ...]
     seconds: float
-    """Steady-state time of each entry."""
+    """Steady-state time per entry."""
     check_cases: int
-    """How many of an op's small cases are checked, the first ones with more than a handful of tokens."""
+    """How many of an op's small cases are checked, those with the most tokens first."""
     check_dtypes: tuple[str, ...]
     interpreted: bool
-    """Whether kernels of other devices are checked too, in their interpreters."""
+    """Whether kernels for other devices are checked too, in their interpreters."""
     task: Task
     budget: Budget
     speed_seconds: float | None = None
-    """A length is begun only while less than this has been spent on speed; the report says what was left out."""
+    """From the fifth length on, one is begun only while less than this has been spent on speed."""
+    compile_workers: int = 1
+    """How many programs are compiled at a time. XLA compiles a program for a CPU in one thread."""
     recall_implementation: str | None = None
 
 
@@ -74,22 +77,24 @@ _LARGE = Preset(
     ),
 )
 PRESETS: Mapping[str, Preset] = {
-    # 2 cores and 3 minutes, most of them the compiler's: few lengths, and a task that a small model learns in seconds.
+    # For 2 cores and 3 minutes, of which the compiler takes most: few lengths, and a task that a small model learns in
+    # seconds. Four lengths fit; the longer ones are for faster machines.
     "cpu": Preset(
         d_model=64,
         num_heads=1,
         head_dim=64,
         batch=1,
         dtype="float32",
-        seq_lens=(512, 2048, 8192),
-        seconds=0.4,
-        speed_seconds=50.0,
+        seq_lens=(256, 512, 1024, 2048, 4096, 8192),
+        seconds=0.2,
+        speed_seconds=60.0,
+        compile_workers=2,
         check_cases=1,
         check_dtypes=("float32",),
         interpreted=False,
         task=Task(pairs=(2, 4, 8), keys=16, values=16),
         budget=Budget(),
-        # A row is shorter than a chunk: the recurrence does less work, and compiles in less time.
+        # A row is shorter than a chunk, so the recurrence does less work, and it compiles in less time.
         recall_implementation="reference",
     ),
     "gpu": _LARGE,
@@ -106,7 +111,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def make_layer(name: str, d_model: int, num_heads: int, head_dim: int) -> Any:
-    """The layer of that name: all of them with as many heads of as many channels."""
+    """The layer of that name; all of them have the same number of heads and channels."""
     if name == "kda":
         return KimiDeltaAttention(d_model=d_model, num_heads=num_heads, head_dim=head_dim)
     if name == "gdn":
@@ -121,7 +126,7 @@ def make_layer(name: str, d_model: int, num_heads: int, head_dim: int) -> Any:
 def own_decision(
     name: str, layer: Any, shape: tuple[int, ...], dtype: str, implementation: str | None = None
 ) -> Decision:
-    """What the layer's own op runs for x of this shape, among the decisions of all the ops inside."""
+    """The decision for the op that mixes the layer's tokens, for x of this shape."""
     weights = jax.eval_shape(layer.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     decisions = tilewright.explain(layer.apply, weights, x, implementation=implementation).decisions
@@ -130,7 +135,7 @@ def own_decision(
 
 @dataclass(frozen=True)
 class LayerOp(Op):
-    """A layer as the workbench sees an op: a function of named arrays, x and the weights."""
+    """A layer as an op of the workbench: a function of named arrays, which are x and the weights."""
 
     layer: Any = None
 
@@ -146,10 +151,17 @@ class LayerOp(Op):
         return apply
 
 
+@functools.cache
+def _initial_weights(layer: Any) -> tuple[jax.Array, ...]:
+    """The leaves of a layer's weights, which are the same for every length."""
+    return tuple(jax.tree.leaves(layer.init(jax.random.key(0))))
+
+
+@functools.cache
 def layer_op(name: str, preset: Preset, t: int) -> tuple[LayerOp, Case, Decision]:
-    """A layer over t tokens, for `bench_case`: with what its own op decides to run there."""
+    """A layer over t tokens for `compile_case`, and the decision for the op that mixes its tokens."""
     layer = make_layer(name, preset.d_model, preset.num_heads, preset.head_dim)
-    leaves = jax.tree.leaves(layer.init(jax.random.key(0)))
+    leaves = _initial_weights(layer)
     shape = (preset.batch, t, preset.d_model)
     decision = own_decision(name, layer, shape, preset.dtype)
 
@@ -159,7 +171,7 @@ def layer_op(name: str, preset: Preset, t: int) -> tuple[LayerOp, Case, Decision
     inputs = {"x": Input(shape)} | {f"w{i}": Input(leaf.shape, drawn(leaf)) for i, leaf in enumerate(leaves)}
     parameters = sum(leaf.size for leaf in leaves)
     tokens, channels = preset.batch * t, preset.num_heads * preset.head_dim
-    # A causal token attends to half of the sequence: a product for the logits and one for the values.
+    # A causal token attends to half of the sequence on average, with one product for the logits and one for the values.
     mixing = 2.0 * t * channels if name == "softmax" else 6.0 * preset.head_dim * channels
     flops = tokens * (2.0 * parameters + mixing)
 

@@ -1,6 +1,7 @@
-"""What was found, as plots and a page to read. Everything here is made from the records."""
+"""The results as plots and a page to read, all of it made from the records."""
 
 import math
+import statistics
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from delta_attention_comparison.contenders import LAYERS, OPS, TITLES, Preset
-from tilewright.cli.screen import memory, seconds
-from tilewright.core.records import Provenance, Record
+from tilewright.workbench.bench import Mode
+from tilewright.workbench.figures import memory, seconds
+from tilewright.workbench.records import Provenance, Record
 
 _COLOURS = {"kda": "tab:blue", "gdn": "tab:orange", "deltanet": "tab:green", "softmax": "tab:red"}
-_MODES = ("forward", "forward+backward")
+_FITTED_LENGTHS = 4
+MODES: tuple[Mode, ...] = ("forward", "forward+backward")
 
 
 @dataclass
 class Findings:
-    """All that a run has measured, and what it has not."""
+    """What a run has measured, and what it has not."""
 
     preset_name: str
     preset: Preset
@@ -27,7 +30,7 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     seconds: float = 0.0
     keep: Callable[[Record], None] = lambda record: None
-    """Told of each record as it is made."""
+    """Called with each record as it is made."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, record: Record) -> None:
@@ -36,7 +39,7 @@ class Findings:
             self.keep(record)
 
     def speed(self, name: str, mode: str) -> list[Record]:
-        """Of one layer, by length."""
+        """The records of one layer, by length."""
         return [
             r
             for r in self.records
@@ -47,7 +50,7 @@ class Findings:
         return [r for r in self.records if r.op == TITLES[name] and r.case.startswith("recall_")]
 
     def checks(self) -> list[Record]:
-        """By op, in the order of the layers."""
+        """The records of checks, in the order of the layers."""
         order = [OPS[name] for name in self.layers]
         return sorted((r for r in self.records if r.kind == "check"), key=lambda record: order.index(record.op))
 
@@ -58,17 +61,17 @@ def number(record: Record, name: str) -> float:
 
 
 def growth(records: list[Record], values: list[float]) -> float:
-    """The exponent p of values ~ T^p between the last two lengths."""
-    if len(records) < 2 or not values[-2] > 0:
+    """The exponent p of values ~ T^p, by least squares over the last four lengths."""
+    if len(records) < 2 or not min(values) > 0:
         return math.nan
-    lengths = [number(record, "tokens") for record in records]
-    return math.log(values[-1] / values[-2]) / math.log(lengths[-1] / lengths[-2])
+    at = [(math.log(number(record, "tokens")), math.log(value)) for record, value in zip(records, values, strict=True)]
+    return statistics.linear_regression(*zip(*at[-_FITTED_LENGTHS:], strict=True)).slope
 
 
 def write_report(found: Findings, folder: Path) -> Path:
-    """report.md and its plots, in `folder`; where the report is."""
+    """Writes report.md and its plots into `folder`, and returns the path of the report."""
     sections = [_heading(found)]
-    if any(found.speed(name, _MODES[0]) for name in found.layers):
+    if any(found.speed(name, MODES[0]) for name in found.layers):
         _plot_times(found, folder / "time.png")
         _plot_memory(found, folder / "memory.png")
         sections.append(_speed_section(found))
@@ -89,12 +92,12 @@ def _heading(found: Findings) -> str:
     heads = "1 head" if size.num_heads == 1 else f"{size.num_heads} heads"
     return f"""# Delta-rule layers and softmax attention, side by side
 
-Made on {where.device_kind} (chip {where.chip}, {where.device_count} of them seen, one used), {where.date}, in \
+Made on {where.device_kind} (chip {where.chip}, {where.device_count} visible, one used), {where.date}, in \
 {found.seconds:.0f} s, with the preset `{found.preset_name}`.
 {versions}; commit {where.commit or "unknown (not a checkout)"}.
 
 Layers: {", ".join(f"{TITLES[name]} (`{name}`)" for name in found.layers)}, each with D={size.d_model} and \
-{heads} of {size.head_dim} channels. Every figure is in `records.jsonl`, with all its samples."""
+{heads} of {size.head_dim} channels. Every figure is in `records.jsonl`, with all its samples and block sizes."""
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -105,7 +108,7 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def _speed_section(found: Findings) -> str:
     size = found.preset
     rows = []
-    for mode in _MODES:
+    for mode in MODES:
         for name in found.layers:
             for record in found.speed(name, mode):
                 rows.append(
@@ -126,25 +129,26 @@ def _speed_section(found: Findings) -> str:
     exponents = []
     for name in found.layers:
         cells = [TITLES[name]]
-        for mode in _MODES:
+        for mode in MODES:
             held = found.speed(name, mode)
             cells.append(_exponent(growth(held, [record.median_s for record in held])))
             cells.append(_exponent(growth(held, [number(record, "temp_bytes") for record in held])))
         exponents.append(tuple(cells))
-    measured = sorted({number(r, "tokens") / size.batch for name in found.layers for r in found.speed(name, _MODES[0])})
-    lengths = " to ".join(f"{t:,.0f}" for t in measured[-2:])
+    measured = sorted({number(r, "tokens") / size.batch for name in found.layers for r in found.speed(name, MODES[0])})
+    lengths = " to ".join(f"{t:,.0f}" for t in (measured[-_FITTED_LENGTHS:][0], measured[-1]))
+    parallel = f" ({size.compile_workers} programs at a time)" if size.compile_workers > 1 else ""
     grown = ""
     if len(measured) > 1:
         grown = f"""
-How each grows from T = {lengths}, as the exponent p of T^p (1 is linear, 2 quadratic):
+Growth over T = {lengths}, as the exponent p of a fit to T^p (1 is linear, 2 is quadratic):
 
 {_table(("layer", "time, forward", "memory, forward", "time, both", "memory, both"), exponents)}
 """
     return f"""## Speed and memory
 
-{size.dtype}, batch {size.batch}. The first step is tracing, compiling and running once; the median is of the steady state \
-(spread: distance of the quartiles over it). Memory is what the compiler allots: temporary, and in all with arguments and \
-results. Backward gives the gradients of x and of every weight.
+{size.dtype}, batch {size.batch}. The first step is tracing, compiling{parallel} and running once; the median is of the \
+steady state, and the spread is the interquartile range divided by it. Memory is what the compiler allots: temporary, and \
+at its peak with arguments and results. Backward computes the gradients of x and of every weight.
 
 ![time over T](time.png)
 ![memory over T](memory.png)
@@ -179,8 +183,8 @@ def _numerics_section(found: Findings) -> str:
     header = ("op", "implementation", "case", "dtype", "worst quantity", "relative error", "bound", "")
     return f"""## Numerics
 
-Outputs and every gradient against the reference in float64; the bound is twice the error of the reference in the same \
-dtype, plus a tiny floor. Shown is the quantity that comes nearest to its bound.
+Outputs and every gradient against the reference in float64. The bound is twice the error of the reference in the same \
+dtype, plus a tiny floor. The table shows the quantity that is nearest to its bound.
 
 {_table(header, rows)}"""
 
@@ -198,10 +202,11 @@ def _recall_section(found: Findings) -> str:
     header = ("layer", *(f"{pairs} pairs" for pairs in task.pairs), "parameters", "last loss")
     return f"""## Recall
 
-Multi-query associative recall: pairs of a key and a value, then all the keys in another order; the model is to give their \
-values. {budget.blocks} blocks of width {budget.d_model}, {budget.steps} steps of {budget.rows} rows, the same data, \
-optimizer (AdamW, {budget.learning_rate:g}) and about as many parameters for every layer; one seed. Accuracy is over \
-{budget.test_rows} rows of each kind that were not trained on; a guess among the values is right in {task.chance:.1%}.
+Multi-query associative recall: a row has pairs of a key and a value, then all the keys in another order, and the model \
+answers with their values. {budget.blocks} blocks of width {budget.d_model}, {budget.steps} steps of {budget.rows} rows, \
+with the same data, optimizer (AdamW, {budget.learning_rate:g}) and about the same number of parameters for every layer; \
+one seed. Accuracy is over {budget.test_rows} rows per number of pairs that were not trained on; a random guess is right \
+in {task.chance:.1%} of the cases.
 
 ![accuracy over pairs](recall.png)
 
@@ -214,7 +219,7 @@ def _missing_section(found: Findings) -> str:
     lines = [f"no {word} here: nothing in this report was run on one" for key, word in platform.items() if key != here]
     lines += [f"{TITLES[name]}: left out by --layers" for name in LAYERS if name not in found.layers]
     if here == "cpu":
-        lines.append("device memory: a CPU does not tell its peak; the compiler's allotment stands for it")
+        lines.append("device memory in use: a CPU does not report it; the memory above is what the compiler allots")
     lines.append("power, cost, and more than one device")
     lines += found.missing
     return "## Not measured\n\n" + "\n".join(f"- {line}" for line in lines)
@@ -248,10 +253,10 @@ def _save(figure: Any, panel: Any, path: Path) -> None:
 def _plot_over_lengths(
     found: Findings, path: Path, title: str, label: str, value: Callable[[Record], float], *, powers: tuple[int, ...]
 ) -> None:
-    """A panel for each mode, with dotted lines that grow with these powers of T, to compare with."""
+    """A panel per mode, with dotted lines that grow as these powers of T for comparison."""
     size = found.preset
-    figure, panels = _figure(found, f"{title}, {size.dtype}, D={size.d_model}, batch {size.batch}", len(_MODES))
-    for panel, mode in zip(panels, _MODES, strict=True):
+    figure, panels = _figure(found, f"{title}, {size.dtype}, D={size.d_model}, batch {size.batch}", len(MODES))
+    for panel, mode in zip(panels, MODES, strict=True):
         first_values = []
         for name in found.layers:
             held = found.speed(name, mode)
@@ -264,13 +269,15 @@ def _plot_over_lengths(
             for power in powers:
                 end = base / 2 * (last / first) ** power
                 panel.plot([first, last], [base / 2, end], ":", color="grey", linewidth=1)
+                name = "T²" if power == 2 else "T"
                 panel.annotate(
-                    f"~ T{'^2' if power == 2 else ''}", (last, end), fontsize=9, color="grey", ha="right", va="top"
+                    name, (last, end), (5, 0), textcoords="offset points", fontsize=9, color="grey", va="center"
                 )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
-        panel.set_xticks(list(size.seq_lens), [f"{t:,}" for t in size.seq_lens])
-        panel.set_xlabel("T, tokens of a sequence")
+        lengths = sorted({int(at) for line in panel.get_lines() for at in line.get_xdata()})
+        panel.set_xticks(lengths, [f"{t:,}" for t in lengths])
+        panel.set_xlabel("T, tokens per sequence")
         panel.set_title(mode, fontsize=10)
     panels[0].set_ylabel(label)
     _save(figure, panels[0], path)
@@ -278,7 +285,7 @@ def _plot_over_lengths(
 
 def _plot_times(found: Findings, path: Path) -> None:
     _plot_over_lengths(
-        found, path, "time of a layer", "median time, ms", lambda record: record.median_s * 1e3, powers=(1, 2)
+        found, path, "time per layer", "median time, ms", lambda record: record.median_s * 1e3, powers=(1, 2)
     )
 
 
@@ -286,7 +293,7 @@ def _plot_memory(found: Findings, path: Path) -> None:
     def mebibytes(record: Record) -> float:
         return number(record, "temp_bytes") / 2**20
 
-    _plot_over_lengths(found, path, "temporary memory of a layer", "temporary memory, MiB", mebibytes, powers=(1,))
+    _plot_over_lengths(found, path, "temporary memory per layer", "temporary memory, MiB", mebibytes, powers=(1,))
 
 
 def _plot_recall(found: Findings, path: Path) -> None:
@@ -296,7 +303,7 @@ def _plot_recall(found: Findings, path: Path) -> None:
         held = found.recall(name)
         pairs = [number(record, "pairs") for record in held]
         panel.plot(pairs, [number(r, "accuracy") for r in held], marker="o", color=_COLOURS[name], label=TITLES[name])
-    panel.axhline(task.chance, linestyle=":", color="grey", label="a guess")
+    panel.axhline(task.chance, linestyle=":", color="grey", label="random guess")
     panel.set_xscale("log", base=2)
     panel.set_xticks(list(task.pairs), [str(pairs) for pairs in task.pairs])
     panel.set_xlabel("pairs to remember")

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot.kernels import copy, looped_by_data, matmul, sorting, struct
-from tilewright import aot, linear_cross_entropy
+from tilewright import aot, configs, linear_cross_entropy
 from tilewright.aot import compiler, toolchain, worker
 from tilewright.aot.diagnosis import diagnose
 from tilewright.aot.program import lower
 from tilewright.aot.toolchain import NotSetUp, Toolchain, libtpu_wanted, too_old
 from tilewright.core.chip import Chip
-from tilewright.ops.linear_cross_entropy.config import PallasTpuConfig
 
 V5E = Chip.named("v5e")
 
@@ -139,7 +138,7 @@ def test_a_primitive_that_cannot_be_lowered_is_named_with_its_line(fake_worker) 
 def test_a_block_that_cannot_fit_is_refused_with_the_block_to_shrink(fake_worker) -> None:
     """Before the compiler: the op knows what its blocks take."""
     fake_worker(GOOD)
-    huge = PallasTpuConfig(65536, 512, 16, 128, 16, 128)
+    huge = configs.LinearCrossEntropyTpuForward(block_n=65536, block_v=512)
     x, w, labels = struct(65536, 64), struct(64, 1024), struct(65536, dtype="int32")
     report = aot.compile(
         lambda x, w, labels: linear_cross_entropy(x, w, labels, implementation="pallas_tpu", config=huge),
@@ -210,29 +209,29 @@ allocation with size 64.00M and limit 16.00M exceeded scoped vmem limit by 48.00
             OVER_THE_CHIP,
             "VMEM overflow: it needs 256.0 MiB and a v5e has 128 MiB; the largest: "
             "128.0 MiB input 0, window f32[16384,1024], 2 buffers; 64.0 MiB scratch operand f32[16384,1024]",
-            "shrink the block that the largest allocation is of",
+            "make the block of the largest allocation smaller",
         ),
         (
             A_SINGLE_ONE,
             "VMEM overflow: scratch operand f32[65536,1024] alone is 256.0 MiB and a v5e has 128 MiB",
-            "shrink the block that the largest allocation is of",
+            "make the block of the largest allocation smaller",
         ),
         (
             OVER_ITS_LIMIT,
-            "VMEM overflow: it needs 64.0 MiB and may take 16.0; a v5e has 128 MiB",
+            "VMEM overflow: it needs 64.0 MiB and its limit is 16.0; a v5e has 128 MiB",
             "raise CompilerParams(vmem_limit_bytes=...)",
         ),
         (
             "INTERNAL: Mosaic failed to compile TPU kernel: 'tpu.dynamic_rotate' op Not implemented: unsupported shape",
             "v5e cannot do this: tpu.dynamic_rotate: Not implemented: unsupported shape",
-            "write it with another operation",
+            "use another operation",
         ),
         (
             "INTERNAL: Mosaic failed: cannot statically prove that index in dimension 1 is a multiple of 128",
             "misaligned: INTERNAL: Mosaic failed: cannot statically prove that index in dimension 1 is a multiple of 128",
             "make slices and blocks multiples of 8 along the second-last axis, of 128 along the last",
         ),
-        ("something else\nand more", "something else", "whole message is in the report's `error`"),
+        ("something else\nand more", "something else", "full message in the report's `error`"),
     ],
 )
 def test_the_first_cause_and_its_remedy(error: str, cause: str, remedy: str) -> None:

@@ -1,11 +1,18 @@
 """The verbs as a person runs them: what they print, what they write, and how they end."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tilewright.core.records import read_records
+import pytest
+
+from tilewright import configs as configs_module
+from tilewright.cli.compile import _changed_configs
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import find_op
+from tilewright.workbench.records import read_records
 
 
 def tilewright(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -55,8 +62,15 @@ def test_ops_names_the_choice_and_why_not_the_others() -> None:
     assert "linear_cross_entropy" in flat
     assert "chosen" in flat
     assert "it is a TPU kernel and this is a CPU" in flat
+    # The passes of what runs, with their block sizes; the reference has none, and no backward of its own.
+    assert re.search(
+        r"forward: tilewright.configs.LinearCrossEntropyXlaForward\(block_n=\d+, block_v=\d+\) \(heu", flat
+    )
+    assert "backward: tilewright.configs.LinearCrossEntropyXlaBackward(" in flat
+    assert "backward: JAX differentiates the forward pass" in flat
 
 
+@pytest.mark.slow
 def test_check_passes_and_shows_errors_with_their_bounds() -> None:
     done = tilewright("check", "linear_cross_entropy", "--case", "odd")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -70,13 +84,13 @@ def test_check_passes_and_shows_errors_with_their_bounds() -> None:
 def test_check_exits_with_1_on_a_miss() -> None:
     """A reference with a wrong gradient is the plain version too, so break another implementation."""
     code = """
-import sys
+import dataclasses, sys
 import tilewright.ops.linear_cross_entropy.xla as xla
-right = xla.linear_cross_entropy_xla
-def wrong(*args, **kwargs):
-    nll, logsumexp = right(*args, **kwargs)
-    return nll * 1.001, logsumexp
-xla.linear_cross_entropy_xla = wrong
+right = xla.IMPLEMENTATION
+def wrong(call, launch, *, save):
+    (nll, logsumexp), saved = right.forward.run(call, launch, save=save)
+    return (nll * 1.001, logsumexp), saved
+xla.IMPLEMENTATION = dataclasses.replace(right, forward=dataclasses.replace(right.forward, run=wrong))
 from tilewright.cli.main import main
 sys.argv = ["tilewright", "check", "linear_cross_entropy", "--case", "odd", "--implementation", "xla"]
 main()
@@ -87,13 +101,17 @@ main()
     assert "miss: xla odd float32 loss: max" in done.stdout
 
 
+@pytest.mark.slow
 def test_check_names_a_case_that_is_not_taken_and_goes_on() -> None:
     code = """
-import sys
+import dataclasses, sys
 import tilewright.ops.linear_cross_entropy.cases as cases
 import tilewright.ops.linear_cross_entropy.xla as xla
 cases.CASES = tuple(case for case in cases.CASES if case.name in ("odd", "soft_cap"))
-xla.unsupported_reason = lambda launch, x, *rest, soft_cap: None if soft_cap is None else "it takes no soft cap; use None"
+def reason(call, launch):
+    return None if call.soft_cap is None else "it takes no soft cap; use None"
+right = xla.IMPLEMENTATION
+xla.IMPLEMENTATION = dataclasses.replace(right, forward=dataclasses.replace(right.forward, unsupported_reason=reason))
 from tilewright.cli.main import main
 sys.argv = ["tilewright", "check", "linear_cross_entropy", "--implementation", "xla", "--dtype", "float32", *sys.argv[1:]]
 main()
@@ -110,6 +128,7 @@ main()
     assert "it takes no soft cap; use None" in " ".join(asked.stderr.split() + asked.stdout.split())
 
 
+@pytest.mark.slow
 def test_bench_prints_appends_records_and_plots(tmp_path: Path) -> None:
     args = ("bench", "linear_cross_entropy", "--case", "odd", "--grad", "--seconds", "0.1", "--plot", "out.png")
     for _ in range(2):
@@ -127,6 +146,14 @@ def test_bench_prints_appends_records_and_plots(tmp_path: Path) -> None:
         assert record.mode == "forward+backward"
         assert record.metrics["first_step_s"] > record.metrics["compile_s"] > 0
         assert record.metrics["flops_fraction"] is None
+    xla, reference = records[:2]
+    configs = {name: configs_module.from_json(json.dumps(config)) for name, config in xla.configs.items()}
+    assert {name: type(config).__name__ for name, config in configs.items()} == {
+        "forward": "LinearCrossEntropyXlaForward",
+        "backward": "LinearCrossEntropyXlaBackward",
+    }
+    assert xla.config_sources == {"forward": "heuristic", "backward": "heuristic"}
+    assert (reference.configs, reference.config_sources) == ({}, {})
 
 
 def test_bench_compile_only_reports_memory_without_running(tmp_path: Path) -> None:
@@ -144,6 +171,7 @@ def test_bench_compile_only_reports_memory_without_running(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = read_records(tmp_path / "results" / "bench.jsonl")
     assert record.samples_s == ()
+    assert list(record.configs) == ["forward", "backward"]
     assert record.metrics["temp_bytes"] > 2**20
 
 
@@ -171,9 +199,24 @@ def test_compile_reads_its_arguments_before_it_compiles() -> None:
         (("compile",), "OP is missing; name an op (`tilewright ops` lists them), or pass --doctor"),
         ((*op, "--chip", "v6"), "--chip v6 is not known; use one of v4, v5e, v5p, v6e, v7x"),
         ((*op, "--config", "block_n"), "--config block_n is not name=number"),
-        ((*op, "--config", "block_q=8"), "--config block_q is not a block size of linear_cross_entropy"),
+        (
+            (*op, "--config", "block_q=8"),
+            "--config block_q is not a block size of linear_cross_entropy; use one of forward: block_h, tile_n, block_n, "
+            "block_v; backward: block_h, tile_n, block_n_dx",
+        ),
+        ((*op, "--config", "backward.block_n=16"), "--config backward.block_n is not a block size of"),
         ((*op, "--config", "block_n=8"), "block_n=8 must be a positive multiple of 16"),
+        ((*op, "--config", "block_v_dw=8"), "block_v_dw=8 must be a positive multiple of 128"),
     )
+
+
+def test_a_field_on_the_command_line_changes_the_configs_that_have_it() -> None:
+    op = find_op("rms_norm")
+    case, chip = op.cases[-1], Chip.named("v6e")
+    forward, backward = _changed_configs(op, case, chip, "bfloat16", {"tile_n": 16, "backward.block_n": 48})
+    assert (forward.tile_n, backward.tile_n, backward.block_n) == (16, 16, 48)
+    assert forward.block_n != 48
+    assert _changed_configs(op, case, chip, "bfloat16", {}) is None
 
 
 def test_the_doctor_tells_what_this_machine_has() -> None:

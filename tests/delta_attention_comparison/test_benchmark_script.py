@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
+from delta_attention_comparison import benchmark_script
 from delta_attention_comparison.benchmark_script import _numerics_jobs, compare
 from delta_attention_comparison.contenders import LAYERS, OPS, PRESETS, TITLES
 from delta_attention_comparison.report import Findings, write_report
 from tilewright.cli.screen import Mistake
-from tilewright.core.records import Provenance, Record, read_records
+from tilewright.workbench.records import Provenance, Record, read_records
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -22,6 +23,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script), *args], capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.slow
 def test_a_small_comparison_from_end_to_end(tmp_path: Path) -> None:
     out, trace = tmp_path / "out", tmp_path / "trace"
     done = run(
@@ -48,6 +50,7 @@ def test_a_small_comparison_from_end_to_end(tmp_path: Path) -> None:
         assert record.metrics["tokens_per_s"] == pytest.approx(16 / record.median_s)
         assert record.metrics["first_step_s"] > 0
         assert record.metrics["peak_bytes"] > record.metrics["temp_bytes"] > 0
+        assert list(record.configs) == (["forward"] if record.mode == "forward" else ["forward", "backward"])
     recall = [r for r in records if r.case.startswith("recall_")]
     assert {(r.op, r.metrics["pairs"]) for r in recall} == {
         (op, n) for op in ("Attention", "DeltaNet") for n in (2, 4, 8)
@@ -101,6 +104,19 @@ def test_the_report_tells_how_each_layer_grows(tmp_path: Path) -> None:
     assert "unknown (not a checkout)" in report
     assert (tmp_path / "time.png").exists()
     assert not (tmp_path / "recall.png").exists()
+
+
+def test_four_lengths_are_measured_however_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is too slow for any, the first four are; a fifth is left out, and the report says so."""
+    size = dataclasses.replace(PRESETS["cpu"], speed_seconds=-1.0)
+    where = Provenance("cpu", "cpu", 1, {"jax": "0.12"}, None, "2026-01-01")
+    for workers in (1, 2):
+        found = Findings("cpu", dataclasses.replace(size, compile_workers=workers), LAYERS, where)
+        measured: list[int] = []
+        monkeypatch.setattr(benchmark_script, "_measure_lengths", lambda found, lengths, *_: measured.extend(lengths))  # noqa: B023
+        benchmark_script._measure_speed(found, Progress())
+        assert tuple(measured) == size.seq_lens[:4]
+        assert [line.split(":")[0] for line in found.missing] == [f"speed at T={t}" for t in size.seq_lens[4:]]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`tilewright new`: what it makes works as it stands, it changes one line of what was there, and its errors teach."""
+"""`tilewright new`: what it writes works as it is, two files get imports, and an error names the remedy."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from tilewright.workbench.scaffold import MAX_NAME, scaffold_op
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "my_op"
-PUBLIC = "src/tilewright/__init__.py"
+PUBLIC, CONFIGS = "src/tilewright/__init__.py", "src/tilewright/configs.py"
 CLI = ("-c", "from tilewright.cli.main import main; main()")
 
 
@@ -76,24 +76,32 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
     return checkout, before, files(checkout), said
 
 
-def test_one_line_is_added_to_one_file_and_the_rest_is_new(made) -> None:
+def test_imports_are_added_to_two_files_and_the_rest_is_new(made) -> None:
     _, before, after, said = made
     changed = [path for path in before if after.get(path) != before[path]]
-    assert changed == [PUBLIC]
-    lines = after[PUBLIC].splitlines()
-    lines.remove(f"from tilewright.ops.{NAME}.api import {NAME} as {NAME}")
-    assert lines == before[PUBLIC].splitlines()
+    assert sorted(changed) == sorted([PUBLIC, CONFIGS])
+    configs = [f"MyOpTpu{direction} as MyOpTpu{direction}" for direction in ("Backward", "Forward")]
+    added = {
+        PUBLIC: [f"from tilewright.ops.{NAME}.api import {NAME} as {NAME}"],
+        CONFIGS: [f"from tilewright.ops.{NAME}.config import {config}" for config in configs],
+    }
+    for path, imports in added.items():
+        lines = after[path].splitlines()
+        for line in imports:
+            lines.remove(line)
+        assert lines == before[path].splitlines()
 
-    package = [f"src/tilewright/ops/{NAME}/{stem}.py" for stem in ("__init__", "api", "cases", "config")]
+    package = [f"src/tilewright/ops/{NAME}/{stem}.py" for stem in ("__init__", "api", "call", "cases", "config")]
     package += [f"src/tilewright/ops/{NAME}/{stem}.py" for stem in ("pallas_tpu", "reference", "xla")]
     tests = [f"tests/ops/{NAME}/__init__.py", f"tests/ops/{NAME}/test_{NAME}.py"]
     assert sorted(set(after) - set(before)) == sorted([*package, *tests, f"docs/ops/{NAME}.md"])
-    for path in (*package, *tests, PUBLIC):
+    for path in (*package, *tests, PUBLIC, CONFIGS):
         assert path in said
     for command in (f"pytest tests/ops/{NAME}", f"tilewright check {NAME}", f"tilewright bench {NAME}"):
         assert f"uv run {command}" in said
 
 
+@pytest.mark.slow
 def test_what_is_made_passes_its_tests_the_check_and_the_type_checker(made) -> None:
     """All at once, since each takes a while."""
     checkout, *_ = made
@@ -123,7 +131,7 @@ def test_the_ops_verb_lists_it(made) -> None:
 @needs_ruff
 def test_what_is_made_is_formatted_and_linted(made) -> None:
     checkout, *_ = made
-    lint(checkout, f"src/tilewright/ops/{NAME}", f"tests/ops/{NAME}", PUBLIC)
+    lint(checkout, f"src/tilewright/ops/{NAME}", f"tests/ops/{NAME}", PUBLIC, CONFIGS)
 
 
 @needs_ruff
@@ -132,7 +140,12 @@ def test_names_of_any_length_and_place_in_the_alphabet_are_formatted_and_linted(
     names = ("q", "aa", "op10", "op2", "op_2b", "linear", "linear_cross_entropy2", "z" * MAX_NAME)
     for name in names:
         scaffold_op(name, checkout)
-    lint(checkout, "src/tilewright/ops", "tests/ops", PUBLIC)
+    lint(
+        checkout,
+        *(f"{folder}/{name}" for folder in ("src/tilewright/ops", "tests/ops") for name in names),
+        PUBLIC,
+        CONFIGS,
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,6 +188,7 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_written(name: str, messa
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "docs/ops/written.md").touch()
     (tmp_path / PUBLIC).write_text("from tilewright.core.dispatch import explain as explain\n")
+    (tmp_path / CONFIGS).touch()
     before = files(tmp_path)
     with pytest.raises(FileExistsError, match=message):
         scaffold_op(name, tmp_path)

@@ -1,4 +1,4 @@
-"""Compile for a TPU without one; read the schedule; estimate. `tilewright compile` on the command line."""
+"""Compiles for TPUs that are not attached, reads the schedules, and estimates times. The verb is `tilewright compile`."""
 
 from tilewright.aot.compiler import TPUS as TPUS
 from tilewright.aot.compiler import CompileReport as CompileReport

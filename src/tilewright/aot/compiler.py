@@ -1,11 +1,11 @@
-"""Compile a JAX function for a TPU that is not there, and report what the compiler made of it.
+"""Compiles a JAX function for a TPU that is not attached, and reports the result.
 
-The function is traced and lowered here, natively. libtpu runs in a process of its own for each compile: it may crash, hang
-or be killed, and that becomes a line of the report. Results are kept on disk by the hash of the program, the chip, the
-libtpu version and the flags.
+The function is traced and lowered in this process. libtpu runs in a process of its own for each compile: if it crashes,
+hangs or is killed, that becomes a line of the report. Results are cached on disk, keyed by a hash of the program, the chip,
+the libtpu version and the flags.
 
-What a report estimates, it calls an estimate: the time that a kernel's schedule takes if no copy is waited for, or the
-time that its copies take at the chip's bandwidth, whichever is longer. It is a floor, not a measurement.
+Estimates are labelled as such: the time of a kernel's schedule if no copy is waited for, or the time of its copies at the
+chip's bandwidth, whichever is longer. That is a lower bound, not a measurement.
 """
 
 import concurrent.futures
@@ -40,27 +40,27 @@ from tilewright.aot.toolchain import Toolchain, home
 from tilewright.core.chip import Chip
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
-# The smallest slice of each chip, which a program of one device is compiled for.
+# The smallest slice of each chip: programs for one device are compiled for it.
 _TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 _DUMPS = "final_bundles|final_hlo-static-per-bundle-utilization"
-# Part of a cache key: raise it when what is kept of a compile changes.
+# Part of the cache key: increase it when the contents of a cached result change.
 _KEPT = 5
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One Pallas kernel of a program, as scheduled. Times are estimates."""
+    """The schedule of one Pallas kernel of a program. Times are estimates."""
 
     name: str
     grid: tuple[int, ...]
     schedule: Schedule | None
     hbm_bytes: int | None
     compute_us: float | None
-    """Estimate: the cycles of all its steps over the clock, nothing waiting."""
+    """Estimate: the cycles of all its steps, without waiting, divided by the clock rate."""
     copy_us: float | None
-    """Estimate: its HBM bytes over the device's bandwidth."""
+    """Estimate: its HBM bytes divided by the device's bandwidth."""
     note: str = ""
-    """Why an estimate is missing or is less than usual."""
+    """Why an estimate is missing or incomplete."""
 
     @property
     def floor_us(self) -> float | None:
@@ -71,7 +71,7 @@ class KernelReport:
 
     @property
     def bottleneck(self) -> tuple[str, float] | None:
-        """The unit that bounds the kernel, and how busy it is: the DMA where copies take longer than computing."""
+        """The unit that bounds the kernel, and its utilization: the DMA where copies take longer than computing."""
         if self.schedule is None:
             return None
         if self.copy_us and self.compute_us and self.copy_us >= self.compute_us:
@@ -81,7 +81,7 @@ class KernelReport:
 
     @property
     def roofline_fraction(self) -> float | None:
-        """Estimate: the time that the MXU's work or the copies take alone, whichever is longer, over the floor."""
+        """Estimate: the time of the MXU's work alone or of the copies alone, whichever is longer, divided by the floor."""
         floor = self.floor_us
         if not floor or self.schedule is None or self.compute_us is None or self.copy_us is None:
             return None
@@ -90,20 +90,20 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What came of compiling one program for one chip."""
+    """The result of compiling one program for one chip."""
 
     chip: str
     topology: str
     ok: bool
     stage: Literal["lower", "compile", "done"]
-    """How far it got."""
+    """The stage that it reached."""
     seconds: float
     libtpu_version: str = ""
     cached: bool = False
     cause: str = ""
     remedy: str = ""
     error: str = ""
-    """The compiler's whole message, or the end of the worker's log."""
+    """The compiler's full message, or the end of the worker's log."""
     code_bytes: int | None = None
     argument_bytes: int | None = None
     output_bytes: int | None = None
@@ -112,12 +112,12 @@ class CompileReport:
 
     @property
     def floor_us(self) -> float | None:
-        """Estimate: the sum of the kernels' floors, or None where one is not known or there is none."""
+        """Estimate: the sum of the kernels' floors, or None where one is unknown or there are no kernels."""
         floors = [kernel.floor_us for kernel in self.kernels]
         return sum(floor for floor in floors if floor is not None) if floors and None not in floors else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it. Every figure of time is under "estimate"."""
+        """The report as JSON. Every time of a kernel is under "estimate"."""
         data = dataclasses.asdict(self)
         for kernel, source in zip(data["kernels"], self.kernels, strict=True):
             unit, busy = source.bottleneck or (None, None)
@@ -135,7 +135,7 @@ class CompileReport:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a worker told, with the schedules of its kernels: what is kept on disk."""
+    """A worker's answer, with the schedules of its kernels: what is cached on disk."""
 
     ok: bool
     error: str = ""
@@ -154,23 +154,23 @@ def compile(
     schedule: bool = True,
     **kwargs: Any,
 ) -> CompileReport:
-    """Compile `function(*args, **kwargs)` for a TPU, with no TPU attached.
+    """Compiles `function(*args, **kwargs)` for a TPU, with no TPU attached.
 
     Args:
-      function: any JAX function. With shardings over several devices, a jitted one that has them (a mesh may be a
-        `jax.sharding.AbstractMesh`), or one that is shard_mapped.
+      function: any JAX function. For shardings over several devices, a jitted one that has them (its mesh may be a
+        `jax.sharding.AbstractMesh`), or one under `jax.shard_map`.
       *args: arrays or `jax.ShapeDtypeStruct`s.
       chip: "v4", "v5e", "v5p", "v6e" or "v7x".
-      topology: the slice, such as "2x4"; the chip's smallest unless told. It needs as many devices as the program has.
-      limit_s: after so many seconds the compiler is stopped, and the report says so.
-      use_cache: whether a result on disk for the same program, chip, libtpu and flags is taken.
-      schedule: whether the kernels' schedules are read. Without, the report has no VMEM and no estimates, and long kernels
-        compile in half the time: to write a schedule out takes as long as to make it.
-      **kwargs: likewise, by name.
+      topology: the slice, such as "2x4"; defaults to the chip's smallest. It must have as many devices as the program.
+      limit_s: the compiler is stopped after this many seconds, and the report says so.
+      use_cache: whether to take a cached result for the same program, chip, libtpu and flags.
+      schedule: whether to read the kernels' schedules. Without them the report has no VMEM and no estimates, and long
+        kernels compile in half the time: writing a schedule to disk takes as long as computing it.
+      **kwargs: as `args`, by name.
 
     Returns:
-      A report; it has a cause and a remedy where the program does not compile. Only a machine that lacks the compiler
-      (`NotSetUp`) and an argument that makes no sense are exceptions.
+      A report, with a cause and a remedy where the program does not compile. Exceptions are raised only where the machine
+      lacks the compiler (`NotSetUp`) and for invalid arguments.
     """
     found = _tpu(chip)
     toolchain = Toolchain.here()
@@ -191,8 +191,8 @@ def compile(
     try:
         program = lower(function, args, kwargs, found)
     except NotTraceable as error:
-        cause, _, use = str(error).partition("; use ")  # Our own refusals have the remedy in them.
-        remedy = f"use {use}" if use else "write it with what Pallas supports on TPU, or take implementation='xla'"
+        cause, _, use = str(error).partition("; use ")  # Refusals by dispatch contain the remedy.
+        remedy = f"use {use}" if use else "write it with what Pallas supports on TPU, or use implementation='xla'"
         return report(ok=False, stage="lower", cause=cause, remedy=remedy, error=str(error.__cause__))
     options = _compile_options(program.num_devices)
     dumps = _DUMPS if schedule else ""
@@ -212,7 +212,7 @@ def compile(
 
 
 def compile_each(jobs: Sequence[Callable[[], CompileReport]], *, side_by_side: int) -> list[CompileReport]:
-    """Run compiles side by side, in order of the jobs. Each has its worker process, so threads suffice here."""
+    """Runs compiles in parallel, and returns the reports in order. Each has a worker process, so threads suffice here."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, side_by_side)) as pool:
         return list(pool.map(lambda job: job(), jobs))
 
@@ -258,7 +258,7 @@ def _run(
     dumped: str,
     limit_s: float,
 ) -> _Answer:
-    """Compile in a worker process. However it ends, an answer comes back. `dumped` is a pattern of passes, or empty."""
+    """Compiles in a worker process, and returns an answer however that ends. `dumped` is a pattern of passes, or empty."""
     with tempfile.TemporaryDirectory(prefix="tilewright-aot-") as scratch:
         folder = Path(scratch)
         dumps = folder / "dumps"
@@ -277,10 +277,10 @@ def _run(
         environment |= {
             **dict(toolchain.environment),
             "LIBTPU_INIT_ARGS": flags,
-            "TPU_SKIP_MDS_QUERY": "1",  # Or it waits for a metadata server.
+            "TPU_SKIP_MDS_QUERY": "1",  # Without this it waits for a metadata server.
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # A compile-only client shares no device with another.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Clients that only compile do not share a device.
         }
         files = [str(folder / name) for name in ("program", "options", "answer")]
         command = [*toolchain.command, worker.__file__, str(toolchain.libtpu), topology, *files]
@@ -322,10 +322,10 @@ def _sizes(told: dict[str, Any]) -> dict[str, int]:
 
 
 def _dumped_names(kernels: tuple[Kernel, ...], dumped: list[str], calls: list[str]) -> dict[int, str]:
-    """The compiler's name for each kernel, by the kernel's place, as far as they can be told.
+    """The compiler's name for each kernel, by the kernel's position in the program, where it can be found.
 
-    It has the kernel's name in it, between the transformations that made it and a number. A kernel that was given no name
-    has the name of a function around it: such kernels are the calls that are left over, if those are as many.
+    It contains the kernel's name, between the names of transformations and a number. A kernel without a name is called
+    after a function around it: such kernels are the remaining calls, if there are as many of them.
     """
     names: dict[int, str] = {}
     for place, kernel in enumerate(kernels):
@@ -340,7 +340,7 @@ def _dumped_names(kernels: tuple[Kernel, ...], dumped: list[str], calls: list[st
 
 
 def _schedules(kernels: tuple[Kernel, ...], dumps: Path, chip: Chip) -> tuple[dict[str, Schedule], dict[str, str]]:
-    """Each kernel's schedule by its place in the program, and why one could not be read."""
+    """Each kernel's schedule by its position in the program, and for the others why they could not be read."""
     found, vmem = dumped_kernels(dumps), read_vmem(dumps)
     schedules: dict[str, Schedule] = {}
     unread: dict[str, str] = {}
@@ -350,7 +350,7 @@ def _schedules(kernels: tuple[Kernel, ...], dumps: Path, chip: Chip) -> tuple[di
     for place, kernel in enumerate(kernels):
         name = names.get(place)
         if name is None:
-            unread[str(place)] = "the compiler dumped no schedule of it (it may be the same as another's)"
+            unread[str(place)] = "the compiler wrote no schedule for it (it may be the same as another kernel's)"
             continue
         bundles, utilization = found[name]
         try:
@@ -390,7 +390,7 @@ def _kernel_reports(kernels: tuple[Kernel, ...], answer: _Answer, chip: Chip) ->
 
 def _write(path: Path, answer: _Answer) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written whole and then moved: another process may read it at any time.
+    # Written to another file and then renamed: another process may read it at any time.
     partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_text(json.dumps(dataclasses.asdict(answer)))
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""The compiler's words, as one line that says the cause, and one that says what to do about it."""
+"""Turns the compiler's error into one line with the cause and one with the remedy."""
 
 import re
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from tilewright.core.chip import MIB, Chip
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a program did not compile, and the way out."""
+    """Why a program did not compile, and the remedy."""
 
     cause: str
     remedy: str
 
 
 def diagnose(error: str, chip: Chip, libtpu_version: str) -> Diagnosis:
-    """Read a compiler's error. An old libtpu is named before anything else, since it explains most of what follows."""
+    """Reads a compiler's error. An outdated libtpu is reported first, since it explains most errors."""
     old = too_old(libtpu_version)
     if old is not None:
-        return Diagnosis(old, f"then again; the compiler's own words: {_first(error)}")
+        return Diagnosis(old, f"then compile again; the compiler's message: {_first(error)}")
     for read in (_vmem_overflow, _unsupported, _misaligned):
         if (found := read(error, chip)) is not None:
             return found
-    return Diagnosis(_first(error), "the compiler's whole message is in the report's `error`")
+    return Diagnosis(_first(error), "read the compiler's full message in the report's `error`")
 
 
 def _first(error: str) -> str:
@@ -40,12 +40,12 @@ def _mib(number: str, unit: str = "") -> float:
 
 
 def _vmem_overflow(error: str, chip: Chip) -> Diagnosis | None:
-    """Three forms: over the chip's VMEM, with a list; a single allocation over it; over the limit that a kernel has."""
+    """Three forms: more than the chip's VMEM, with a list; one allocation larger than that; more than a kernel's limit."""
     total = re.search(r"Used ([\d.]+)([KMG]?) of [\d.]+[KMG]? vmem", error)
     single = re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=\d+\).*?space=vmem", error)
     scoped = re.search(r"Scoped\s+allocation with size ([\d.]+)([KMG]?) and limit ([\d.]+)([KMG]?)", error)
     has = f"a {chip.name} has {chip.vmem_bytes / MIB:.0f} MiB" if chip.vmem_bytes else "the chip has less"
-    shrink = "shrink the block that the largest allocation is of; a window with 2 buffers holds its block twice"
+    shrink = "make the block of the largest allocation smaller; a window with 2 buffers holds its block twice"
     if total:
         listed = re.findall(r"Size: ([\d.]+)([KMG]?)\n.*?Shape: ([^\s{]+).*?Tag: ([^\n]+)", error, re.S)
         largest = "; ".join(
@@ -59,9 +59,9 @@ def _vmem_overflow(error: str, chip: Chip) -> Diagnosis | None:
         name = short_tag(tag[1] if tag else "an allocation", shape[1] if shape else "")
         return Diagnosis(f"VMEM overflow: {name} alone is {_mib(single[1]):.1f} MiB and {has}", shrink)
     if scoped:
-        needs, may_take = _mib(scoped[1], scoped[2]), _mib(scoped[3], scoped[4])
+        needs, limit = _mib(scoped[1], scoped[2]), _mib(scoped[3], scoped[4])
         return Diagnosis(
-            f"VMEM overflow: it needs {needs:.1f} MiB and may take {may_take:.1f}; {has}",
+            f"VMEM overflow: it needs {needs:.1f} MiB and its limit is {limit:.1f}; {has}",
             "raise CompilerParams(vmem_limit_bytes=...) up to the chip's VMEM, or use smaller blocks",
         )
     return None
@@ -75,7 +75,7 @@ def _unsupported(error: str, chip: Chip) -> Diagnosis | None:
     what = f"{operation[1] or operation[2]}: " if operation else ""
     return Diagnosis(
         f"{chip.name} cannot do this: {what}{match[0].strip()[:300]}",
-        "write it with another operation, or in another layout or dtype; `tilewright check` shows whether it stays right",
+        "use another operation, layout or dtype; `tilewright check` shows whether the results stay right",
     )
 
 

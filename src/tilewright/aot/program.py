@@ -1,4 +1,4 @@
-"""A JAX function as a TPU program: traced and lowered here, and what its kernels' grids tell before any compiler runs."""
+"""Traces and lowers a JAX function for TPU, and reads what the grids of its kernels say before the compiler runs."""
 
 import math
 import re
@@ -19,30 +19,31 @@ from tilewright.core.dispatch import Unsupported
 from tilewright.core.target import target
 
 UNNAMED = "kernel"
-"""What a kernel is called whose `pallas_call` was given no name."""
+"""The name of a kernel whose `pallas_call` has no name."""
 
-# Beyond this many grid steps the blocks that are fetched are not counted one by one.
+# For grids with more steps than this, the fetched blocks are not counted.
 _MOST_STEPS = 1_000_000
 
 
-# Lines in these folders are never where a kernel's author has to look.
+# Error locations inside of these folders are skipped: they are not in the code of a kernel.
 _NOT_THE_CALLERS = tuple(f"{Path(file or '').parent}/" for file in (jax.__file__, jaxlib.__file__, __file__))
 
 
 class NotTraceable(RuntimeError):
-    """A function cannot be lowered for a TPU. The text has the cause, and where in the kernel it is."""
+    """A function cannot be lowered for a TPU. The text has the cause and its location in the kernel."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Pallas kernel in a program: its grid, and the bytes that its blocks move through HBM."""
+    """A Pallas kernel of a program: its grid, and the bytes that its blocks move to and from HBM."""
 
     name: str
     grid: tuple[int, ...]
     parallel: bool
     """Whether an axis of the grid may be split over the cores of a device."""
     hbm_bytes: int | None
-    """Every block that is fetched or written, as often as its index changes, in whole tiles; None if data decides."""
+    """The bytes of all blocks that are fetched or written, once per change of index, in whole tiles; None if it depends on
+    data."""
     why_unknown: str | None = None
 
     @property
@@ -60,7 +61,7 @@ class Program:
 
 
 def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], chip: Chip) -> Program:
-    """Trace `function` for `chip` and lower it. Arguments may be arrays or `jax.ShapeDtypeStruct`s."""
+    """Traces `function` for `chip` and lowers it. Arguments may be arrays or `jax.ShapeDtypeStruct`s."""
     jitted: Any = function if hasattr(function, "trace") and hasattr(function, "lower") else jax.jit(function)
     calls: list[Any] = []
     try:
@@ -81,7 +82,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _in_kernel(error: BaseException, calls: list[Any]) -> str:
-    """The line in a kernel of the primitive that the error is about."""
+    """The line in a kernel of the primitive that the error names."""
     match = re.search(r"[Pp]rimitive in Pallas TPU lowering[^:]*: (\w+)", str(error))
     if match is None:
         return ""
@@ -90,7 +91,7 @@ def _in_kernel(error: BaseException, calls: list[Any]) -> str:
 
 
 def _lines(jaxpr: core.Jaxpr, primitive: str, outer: str = "") -> Iterator[str]:
-    """Where each equation of a primitive was written; inside of a jax function, where that was called."""
+    """The line of each equation of a primitive; inside of a jax function, the line that calls it."""
     for equation in jaxpr.eqns:
         line = source_info_util.summarize(equation.source_info) or outer
         if equation.primitive.name == primitive:
@@ -100,7 +101,7 @@ def _lines(jaxpr: core.Jaxpr, primitive: str, outer: str = "") -> Iterator[str]:
 
 
 def _where(error: BaseException) -> str:
-    """The last line outside of jax on the way to the error: the line in the kernel, where jax kept it."""
+    """The innermost line outside of jax in the traceback: the line in the kernel, where jax preserves it."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -114,7 +115,7 @@ def _where(error: BaseException) -> str:
 
 
 def _equations(jaxpr: core.Jaxpr, primitive: str) -> Iterator[Any]:
-    """Every equation of a primitive in a jaxpr, in order, those inside of other calls too."""
+    """Every equation of a primitive in a jaxpr, in order, including those inside of other calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
             yield equation
@@ -153,7 +154,7 @@ def _traffic(mapping: Any, grid: tuple[int, ...]) -> tuple[int | None, str | Non
     for block in mapping.block_mappings:
         space = str(getattr(block.block_aval, "memory_space", "")).lower()
         if "any" in space or "hbm" in space:
-            return None, "it copies from HBM by itself, which the grid does not show"
+            return None, "it copies from HBM itself, which the grid does not show"
         if "smem" in space:
             continue
         index_map = block.index_map_jaxpr

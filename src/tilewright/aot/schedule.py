@@ -1,17 +1,17 @@
-"""Read the schedule that libtpu dumps for a kernel: its loops, what each bundle keeps busy, and what VMEM it takes.
+"""Reads the schedule that libtpu dumps for a kernel: its loops, the units that each bundle uses, and its VMEM.
 
-A TPU core runs one bundle a cycle, unless it waits for a copy. The dump of a kernel has a line a bundle, in order:
+A TPU core runs one bundle per cycle, unless it waits for a copy. The dump of a kernel has one line per bundle, in order:
 
     0x135 LB: >> { %v823 = vld [vmem:[%s7]] ;; ... ;; %p693 = scmp.ge.s32.totalorder %s696, 4 /* loop exit test */ }
 
-The `>` are the loops around it, `LB` begins a loop's body, and `/* Start region 47 */`, `/* End region 47 */` mark regions.
-`sbr.rel (%p) target = $region48` branches to the start of a region: back to the loop it stands in, or forward over a block
-that runs under a condition, such as the body of a `pl.when`. A second file has, for each bundle, how many slots of each
-unit it takes.
+The number of `>` is that of the loops around it, `LB` begins a loop's body, and `/* Start region 47 */` and
+`/* End region 47 */` delimit regions. `sbr.rel (%p) target = $region48` branches to the start of a region: back to the
+beginning of a loop, or forward over a block that runs under a condition, such as the body of a `pl.when`. A second file
+has, for each bundle, how many slots of each unit it uses.
 
-From these follows the steady state of a kernel: one step of its grid, each inner loop taken as often as its exit test says,
-without the blocks that run only where an index has one particular value (the first or the last step of an axis). What the
-schedule cannot show is said instead of guessed: `unknown` has the reasons.
+From these follows the steady state of a kernel: one step of its grid, with each inner loop run as often as its exit test
+says, and without the blocks that run only where an index has one particular value (the first or the last step of an axis).
+What the schedule does not show is not guessed: `unknown` has the reasons.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# A bundle's line begins with its address; it may go on over several lines where a comment does.
+# A bundle begins with its address; it has several lines where a comment has.
 _BUNDLE = re.compile(r"^[ \t]*(?:0x[0-9a-f]+|0)[ \t]+(?P<label>[A-Z]{2})?[ \t]*:[ \t]*(?P<depth>>*)", re.M)
 _REGION = re.compile(r"(Start/End empty|Start|End) region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel \((?P<negated>!?)(?P<predicate>%\w+)\) target = \$region(?P<region>\d+)")
@@ -29,17 +29,17 @@ _COMPARISON = re.compile(
     r"(?P<predicate>%\w+) = scmp\.(?P<how>\w+)\.s32\.totalorder (?:\(%?!?\w+\), )?(?P<left>%\w+), (?P<right>%?\w+)"
 )
 _EXIT_TEST = "/* loop exit test */"
-# Delay slots: the bundles after a branch that run whether it is taken or not.
+# Delay slots: the bundles after a branch that run whether or not it is taken.
 _DELAY_SLOTS = 4
 
-# A bfloat16 product takes a register of 16 rows. (Others are counted by the slots that the utilization file has.)
+# A bfloat16 product takes a register of 16 rows. Others are counted by the slots in the utilization file.
 _BF16_PRODUCT = re.compile(r"vmatmul\.\S*bf16")
 _BF16_ROWS = 16
 
-# Bundles under conditions that are known only at run time do not spoil an estimate if they are fewer than this share.
+# An estimate stands if the bundles under conditions known only at run time are a smaller share than this.
 _FEW = 0.05
 
-# The columns of the utilization file, by the unit they belong to.
+# The columns of the utilization file, and the unit of each.
 UNITS = {
     "MATMUL": "MXU",  # libtpu 0.0.51; 0.0.50 calls it MXU.
     "MXU": "MXU",
@@ -53,12 +53,12 @@ UNITS = {
 
 
 class NotReadable(ValueError):
-    """A dump is not in the form this module knows."""
+    """A dump is not in the form that this module reads."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of VMEM: what it is for, and its size."""
+    """An allocation in VMEM: what it is for, and its size."""
 
     what: str
     bytes: int
@@ -66,30 +66,30 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One kernel as it was scheduled. Counts are of one step of its grid, in the steady state."""
+    """The schedule of one kernel. Counts are for one step of its grid in the steady state."""
 
     name: str
     bundles_total: int
-    """Bundles of the whole kernel, each once."""
+    """Bundles of the whole kernel, each counted once."""
     bundles: int
-    """Bundles that a step takes, inner loops as often as they run."""
+    """Bundles of a step, inner loops counted as often as they run."""
     mxu_cycles: float
-    """Cycles that the matrix products of a step keep all MXUs busy for."""
+    """Cycles for which the matrix products of a step keep all MXUs busy."""
     occasional: int
-    """Bundles in blocks that run at the first or last step of an axis only; not in `bundles`."""
+    """Bundles in blocks that run only at the first or last step of an axis; they are not in `bundles`."""
     busy: dict[str, float]
-    """The share of its slots that each unit uses in a step."""
+    """The fraction of its slots that each unit uses in a step."""
     spill_stores: int
     stores: int
     spill_loads: int
     loads: int
     vmem: tuple[Allocation, ...] = ()
     unknown: tuple[str, ...] = field(default=())
-    """Why `bundles` is not the truth: loops or blocks that depend on data."""
+    """Why `bundles` is not exact: loops or blocks that depend on data."""
 
     @property
     def cycles(self) -> float:
-        """The cycles of a step where no copy is waited for. The MXU can be behind the bundles that feed it."""
+        """The cycles of a step if no copy is waited for. The MXU can take longer than the bundles that feed it."""
         return max(self.bundles, self.mxu_cycles)
 
     @property
@@ -116,7 +116,7 @@ def _bundles(text: str) -> list[_Bundle]:
     for match, following in zip(starts, [*starts[1:], None], strict=True):
         body = text[match.end() : following.start() if following else len(text)]
         found.append(_Bundle(body, match["label"], len(match["depth"])))
-    # An empty bundle has no marks: it belongs to the loop of the one before it.
+    # An empty bundle has no marks: it is in the same loops as the one before it.
     for before, bundle in itertools.pairwise(found):
         if bundle.text.lstrip().startswith("{}"):
             bundle.depth = before.depth
@@ -124,7 +124,7 @@ def _bundles(text: str) -> list[_Bundle]:
 
 
 def _utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
-    """The names of the columns, the slots of each, and what each bundle uses of them."""
+    """The names of the columns, the slots of each, and how many of them each bundle uses."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     try:
         capacity = next(i for i, line in enumerate(lines) if line.startswith("== CAPA"))
@@ -141,7 +141,7 @@ def _utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
 
 @dataclass(frozen=True)
 class _Span:
-    """A loop (with how often it runs, if the schedule says) or a conditional block, as [start, end) of bundles."""
+    """A loop (with its number of iterations, where the schedule has it) or a conditional block: bundles [start, end)."""
 
     start: int
     end: int
@@ -158,7 +158,7 @@ def _region_starts(bundles: Sequence[_Bundle]) -> dict[int, int]:
 
 
 def _branches(bundles: Sequence[_Bundle]) -> Iterator[tuple[int, str, int]]:
-    """(bundle, predicate, where to) of each branch."""
+    """(bundle, predicate, target) of each branch."""
     starts = _region_starts(bundles)
     for index, bundle in enumerate(bundles):
         for match in _BRANCH.finditer(bundle.text):
@@ -168,7 +168,7 @@ def _branches(bundles: Sequence[_Bundle]) -> Iterator[tuple[int, str, int]]:
 
 
 def _comparisons(bundles: Sequence[_Bundle]) -> dict[str, tuple[str, bool]]:
-    """What each predicate compares with, and whether it is a loop's exit test."""
+    """What each predicate is compared with, and whether it is a loop's exit test."""
     found = {}
     for bundle in bundles:
         for part in bundle.text.split(";;"):
@@ -178,7 +178,7 @@ def _comparisons(bundles: Sequence[_Bundle]) -> dict[str, tuple[str, bool]]:
 
 
 def _structure(bundles: Sequence[_Bundle]) -> tuple[list[_Span], list[_Span], list[_Span]]:
-    """Loops, blocks that run occasionally, and blocks that run under a condition known only at run time."""
+    """Loops, blocks that run only at some steps, and blocks under a condition that is known only at run time."""
     compared = _comparisons(bundles)
     loops, occasional, conditional = [], [], []
     for index, predicate, to in _branches(bundles):
@@ -190,7 +190,7 @@ def _structure(bundles: Sequence[_Bundle]) -> tuple[list[_Span], list[_Span], li
         block = _Span(end, to)
         waits = any("pipeline-emitter-dma-wait" in bundle.text for bundle in bundles[block.start : block.end])
         if waits:
-            continue  # The body of the pipeline itself: it is skipped only while the pipeline fills.
+            continue  # The body of the pipeline: it is skipped only while the pipeline fills.
         if right.isdigit():
             occasional.append(block)
         elif block.end > block.start:
@@ -201,7 +201,7 @@ def _structure(bundles: Sequence[_Bundle]) -> tuple[list[_Span], list[_Span], li
 def read_schedule(
     name: str, bundle_text: str, utilization_text: str, *, grid_steps: int, mxu_rows_per_cycle: int
 ) -> Schedule:
-    """The schedule of a kernel whose grid has `grid_steps` steps; all MXUs of a core together take so many rows a cycle."""
+    """The schedule of a kernel whose grid has `grid_steps` steps. `mxu_rows_per_cycle` is for all MXUs of a core."""
     bundles = _bundles(bundle_text)
     names, slots, rows = _utilization(utilization_text)
     if len(rows) != len(bundles):
@@ -209,7 +209,7 @@ def read_schedule(
     loops, occasional, conditional = _structure(bundles)
     unknown: list[str] = []
 
-    # The pipeline over the grid is the outermost loop; without one the whole kernel is a single step.
+    # The pipeline over the grid is the outermost loop; without a loop the whole kernel is a single step.
     weights = [0 if grid_steps > 1 else 1] * len(bundles)
     outer = [loop for loop in loops if bundles[loop.start].depth == 1]
     grid_loop = max(outer, key=lambda loop: loop.end - loop.start, default=None) if grid_steps > 1 else None
@@ -234,7 +234,7 @@ def read_schedule(
         weights[index] = 0
 
     bundle_count = sum(weights)
-    # Counted as if they always ran. A few are the pipeline's own, for the last block of a ragged axis.
+    # They are counted as if they always ran. A few belong to the pipeline, for the last block of a ragged axis.
     at_run_time = sum(sum(weights[block.start : block.end]) for block in conditional)
     if at_run_time > _FEW * bundle_count:
         unknown.append(f"{at_run_time} of {bundle_count} bundles run under a condition that is known only at run time")
@@ -305,7 +305,7 @@ def custom_calls(folder: Path) -> list[str]:
 
 
 def read_vmem(folder: Path) -> dict[str, tuple[Allocation, ...]]:
-    """The VMEM that each kernel was given, by the compiler's name for the kernel."""
+    """The VMEM allocations of each kernel, by the compiler's name for the kernel."""
     found: dict[str, tuple[Allocation, ...]] = {}
     for report in folder.glob("*-vmem_report.html"):
         text = report.read_text(errors="replace")
@@ -323,7 +323,7 @@ def read_vmem(folder: Path) -> dict[str, tuple[Allocation, ...]]:
 
 
 def short_tag(tag: str, shape: str) -> str:
-    """The compiler's words for an allocation, in a few: "input 0, window bf16[512,512], 2 buffers"."""
+    """The compiler's description of an allocation, shortened: "input 0, window bf16[512,512], 2 buffers"."""
     window = re.search(
         r"(input|output) window allocation for operator (?:input|output) (\d+).*?shape is ([^,]+\[[\d,]*\])", tag
     )

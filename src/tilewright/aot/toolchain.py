@@ -1,8 +1,8 @@
-"""What it takes to compile for a TPU without one, and what of it this machine has.
+"""What compiling for a TPU without one requires, and which of it this machine has.
 
-libtpu, a pip package, holds the whole TPU compiler. It is built for x86-64 Linux only. On such a machine any Python loads
-it; on another one qemu-user or box64 runs an x86-64 Python that does, from a small x86-64 root. `scripts/setup_aot.sh`
-lays out what is missing under `home()`; `doctor()` says what that is.
+libtpu, a pip package, contains the whole TPU compiler. It is built for x86-64 Linux only. There any Python loads it;
+elsewhere qemu-user or box64 runs an x86-64 Python that loads it, from a small x86-64 root file system.
+`scripts/setup_aot.sh` installs what is missing under `home()`; `doctor()` says what that is.
 """
 
 import functools
@@ -20,16 +20,16 @@ import jax
 
 SETUP = "bash scripts/setup_aot.sh"
 QEMU = "qemu-x86_64-static"
-BOX64 = "box64"  # Where it is installed it is taken: it compiles in a sixth of the time (decode_attention for a v5e).
+BOX64 = "box64"  # Preferred where it is installed: it takes a sixth of the time (decode_attention for a v5e).
 ROOT_PYTHON = "usr/bin/python3.11"
 
 
 class NotSetUp(RuntimeError):
-    """This machine lacks something; the text says what, and the command that mends it."""
+    """This machine lacks something. The text says what, and the command that installs it."""
 
 
 def home() -> Path:
-    """Where the set-up script lays things out, and where results are kept."""
+    """Where the set-up script installs things, and where results are cached."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "tilewright" / "aot"
 
@@ -48,7 +48,7 @@ def libtpu_wanted() -> str:
 
 
 def find_libtpu() -> tuple[Path, str] | None:
-    """The compiler's library and its version: the installed package's on x86-64, else the one the script laid out."""
+    """The compiler's library and its version: from the installed package on x86-64, or from the set-up script."""
     laid_out = home() / "libtpu" / "libtpu.so"
     if is_native() and (spec := importlib.util.find_spec("libtpu")) and spec.submodule_search_locations:
         library = Path(next(iter(spec.submodule_search_locations))) / "libtpu.so"
@@ -77,7 +77,7 @@ def too_old(version: str) -> str | None:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How to start a worker: the command before the worker's own file, its environment, and the library to load."""
+    """How to start a worker: the command in front of the worker's file, its environment, and the library to load."""
 
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
@@ -86,7 +86,7 @@ class Toolchain:
 
     @staticmethod
     def here() -> "Toolchain":
-        """This machine's, or `NotSetUp` with what mends it."""
+        """This machine's toolchain. Raises `NotSetUp`, with the command that installs it, where there is none."""
         for finding in doctor():
             if not finding.ok and finding.needed:
                 raise NotSetUp(f"{finding.what}: {finding.found}; run {finding.remedy}")
@@ -107,7 +107,7 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
+    """One line of `doctor`'s report."""
 
     what: str
     ok: bool
@@ -117,7 +117,7 @@ class Finding:
 
 
 def doctor() -> list[Finding]:
-    """What this machine has and lacks, and the command that mends each."""
+    """What this machine has and lacks, and the command that installs each."""
     findings = [Finding("machine", True, f"{platform.system()} {platform.machine()}")]
     found = find_libtpu()
     if found is None:

@@ -1,14 +1,14 @@
-"""Compile one StableHLO program for one TPU topology with libtpu, through the PJRT C API.
+"""Compiles one StableHLO program for one TPU topology with libtpu, through the PJRT C API.
 
-Run as a script, by any Python 3.9 or later, in a process of its own: libtpu may crash, and reads its flags once. It
-imports nothing but the standard library, since under emulation there is nothing else.
+It is run as a script, by any Python 3.9 or later, in a process of its own: libtpu may crash, and reads its flags once. It
+imports only the standard library, since under emulation nothing else is installed.
 
     python worker.py LIBTPU_SO TOPOLOGY PROGRAM OPTIONS ANSWER
 
-PROGRAM is serialized StableHLO, OPTIONS a serialized CompileOptionsProto. ANSWER gets one JSON object:
+PROGRAM is serialized StableHLO, and OPTIONS is a serialized CompileOptionsProto. One JSON object is written to ANSWER:
 {"ok": true, "code_bytes": ..., "temp_bytes": ..., ...} or {"ok": false, "error": "..."}.
 
-The struct below mirrors the head of PJRT_Api: versions, then function pointers in the order that the ABI has fixed.
+The struct below mirrors the beginning of PJRT_Api: versions, then function pointers in the order that the ABI fixes.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import time
 
 POINTER, SIZE, INT64, TEXT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_char_p
 
-# Every function up to the last that is called here, by its name without "PJRT_".
+# Every function up to the last one that is called here, without the prefix "PJRT_".
 FUNCTIONS = """
 Error_Destroy Error_Message Error_GetCode
 Plugin_Initialize Plugin_Attributes
@@ -66,7 +66,7 @@ class Api(ctypes.Structure):
 
 
 def arguments(*fields):
-    """A struct of the kind that every function of the API takes: its own size and its extensions, then the fields."""
+    """A struct as every function of the API takes it: its size, its extensions, then the fields."""
 
     class Arguments(ctypes.Structure):
         _fields_ = [("struct_size", SIZE), ("extensions", POINTER), *fields]
@@ -96,12 +96,12 @@ MemoryStats = arguments(
     ("output_bytes", INT64),
     ("alias_bytes", INT64),
     ("temp_bytes", INT64),
-    ("host", INT64 * 6),  # The same for the host's memory, and room for what newer versions add.
+    ("host", INT64 * 6),  # The same for the host's memory, and space for fields of newer versions.
 )
 
 
 def compile_program(libtpu, topology, program, options):
-    """Load libtpu, compile, and return what it tells of the executable."""
+    """Loads libtpu, compiles, and returns the sizes of the executable."""
     library = ctypes.CDLL(libtpu)
     library.GetPjrtApi.restype = ctypes.POINTER(Api)
     api = library.GetPjrtApi().contents
@@ -133,7 +133,7 @@ def compile_program(libtpu, topology, program, options):
 
 
 def end_with_parent():
-    """The compile is in C and may take minutes; if the caller is killed meanwhile, nobody waits for it any more."""
+    """Ends this process if its parent is gone: a compile may take minutes, and nothing waits for it then."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""`tilewright bench`: how fast is it, beside the other implementations, and how much memory does it take?"""
+"""`tilewright bench`: times the implementations of an op side by side, with their memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,22 +8,23 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tilewright.cli.screen import arguments, console, memory, progress_bar, rate, seconds, split_names
+from tilewright.cli.screen import arguments, console, progress_bar, split_names
 from tilewright.cli.ship import runs_elsewhere
 from tilewright.core.dispatch import Op, Unsupported, find_op
-from tilewright.core.records import Record, append_records
 from tilewright.core.target import default_device
 from tilewright.workbench.bench import Mode, Timing, bench_case
 from tilewright.workbench.check import DTYPES
+from tilewright.workbench.figures import memory, rate, seconds
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import leave_room
 from tilewright.workbench.peers.compare import bench_peer
 from tilewright.workbench.peers.registry import Adapter, Peer, Refused, absent, peers
+from tilewright.workbench.records import Record, append_records
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a command line asked for."""
+    """What the command line asks for."""
 
     op: Op
     cases: tuple[str, ...]
@@ -44,7 +45,7 @@ def _settle(
     compile_only: bool,
     **_: Any,
 ) -> _Asked:
-    """The op, and its cases, dtypes and implementations and the peers that were named: a wrong word is an error."""
+    """Resolves the names on the command line: op, cases, dtypes, implementations and peers. An unknown one is an error."""
     found = find_op(op)
     if plot is not None and compile_only:
         raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
@@ -80,17 +81,17 @@ def _show(done: list[Record], *, records: Path, plot: Path | None, quiet: bool, 
 
 
 def _notes(done: list[Record]) -> list[str]:
-    """What the figures of a comparison mean, and what a peer did otherwise."""
+    """What the figures of a comparison mean, and where a peer computed something else."""
     judged = [record for record in done if "agrees" in record.metrics]
     if not judged:
         return []
     first = judged[0].metrics
     notes = [
-        f"ours / it: our first implementation's time over this one's; below 1 ours is faster. "
-        f"error: the largest of an output or gradient, against {first['error_against']}; up to "
+        f"ours / it: the time of our first implementation divided by this one's; below 1 ours is faster. "
+        f"error: the largest of any output or gradient, against {first['error_against']}; up to "
         f"{first['error_tolerance']:g} agrees."
     ]
-    for key, words in (("lacks", "does not make"), ("instead", "was given and judged by")):
+    for key, words in (("lacks", "does not compute"), ("instead", "was run and judged with")):
         for name, what in dict.fromkeys((r.implementation, r.metrics[key]) for r in judged if key in r.metrics):
             notes.append(f"{name} {words} {what}.")
     for record in judged:
@@ -103,36 +104,47 @@ def _notes(done: list[Record]) -> list[str]:
 @runs_elsewhere(check=_settle, records="records", here_only=("plot",), show=_show)
 def bench(
     op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
-    implementation: Annotated[str | None, typer.Option(help="Comma-separated; all that run here unless told.")] = None,
+    implementation: Annotated[str | None, typer.Option(help="Comma-separated; defaults to all that run here.")] = None,
     case: Annotated[
         str | None,
-        typer.Option(help="Comma-separated, or `all`; on a CPU the small cases unless told, elsewhere the others."),
+        typer.Option(
+            help="Comma-separated, or `all`; defaults to the small cases on a CPU, and to the others elsewhere."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "bfloat16",
     grad: Annotated[bool, typer.Option("--grad", help="Forward and backward instead of forward alone.")] = False,
-    seconds_each: Annotated[float, typer.Option("--seconds", help="Steady-state time of each entry.")] = 2.0,
+    seconds_each: Annotated[
+        float, typer.Option("--seconds", help="Seconds of steady state to measure per entry.")
+    ] = 2.0,
     compile_only: Annotated[
-        bool, typer.Option("--compile-only", help="Compile and report memory, run nothing: for cases too large here.")
+        bool,
+        typer.Option(
+            "--compile-only", help="Compile and report memory without running: for cases that are too large here."
+        ),
     ] = False,
     records: Annotated[Path, typer.Option(help="The JSONL file to append to.")] = Path("results/bench.jsonl"),
-    plot: Annotated[Path | None, typer.Option(help="Draw the table to this PNG.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write the records and print no table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Plot the table to this PNG file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the records without printing a table.")] = False,
     against: Annotated[
         str | None,
-        typer.Option(help="Peers to time beside ours, comma-separated, or `all`: fla, cudnn, jax, torch, liger."),
+        typer.Option(
+            help="Peers to time on the same inputs, comma-separated, or `all`: fla, cudnn, jax, torch, liger."
+        ),
     ] = None,
     peer_python: Annotated[
-        str | None, typer.Option(help="The Python that fla, torch and liger are installed for; this one unless told.")
+        str | None, typer.Option(help="The Python that fla, torch and liger are installed in; defaults to this one.")
     ] = None,
 ) -> None:
     """Time an op's implementations side by side on this device.
 
-    The first step (trace, compile, run) and the steady state are apart; the median is over repeated samples, with the
-    distance between the quartiles as its spread. FLOP/s and bytes/s count useful work only, and stand beside the share
-    of the chip's ceiling where that is known. Every sample goes into the records file with chip, versions and commit.
+    The first step (trace, compile, run) and the steady state are timed separately. The median is over repeated samples,
+    and the spread is the interquartile range divided by the median. FLOP/s and bytes/s count useful work only, and are
+    shown with their fraction of the chip's peak where that is known. Every sample goes into the records file, with the
+    chip, versions, commit, and the forward and backward configs.
 
-    With --against, other libraries' kernels are timed on the same inputs in the same way, and every answer is held to the
-    reference: a ratio is shown for those that agree. What is not installed is named; nothing is ever installed for you.
+    With --against, other libraries' kernels are timed on the same inputs in the same way, and every result is compared
+    with the reference; a ratio is shown only for those that agree. Peers that are not installed are listed, never
+    installed.
     """
     with arguments():
         asked = _settle(
@@ -249,12 +261,12 @@ def _row(record: Record, beside: list[Record], *, compared: bool) -> tuple[str, 
 
 
 def _ours(beside: list[Record]) -> Record | None:
-    """Whom the others are compared with: our first, which is the preferred one unless the caller named them."""
+    """The record that the others are compared with: our first, which is the preferred one unless the caller named them."""
     return next((record for record in beside if not record.metrics.get("peer")), None)
 
 
 def _ratio(record: Record, beside: list[Record]) -> str:
-    """Our time over this one's. A wrong answer has none, its own or ours."""
+    """Our time divided by this one's; none where either of the two results is wrong."""
     ours = _ours(beside)
     if record is ours:
         return "ours"

@@ -1,4 +1,4 @@
-"""`tilewright check`: is an implementation right? Values and every gradient against the oracle."""
+"""`tilewright check`: compares the values and every gradient of an implementation with the oracle."""
 
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from tilewright.workbench.check import (
 def _settle(
     op: str, implementation: str | None, case: str | None, dtype: str | None, *, races: bool, **_: Any
 ) -> tuple[Op, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The op, and its implementations, cases and dtypes that were named: a wrong word is an error."""
+    """Resolves the names on the command line: op, implementations, cases and dtypes. An unknown one is an error."""
     found = find_op(op)
     known = tuple(name for name in found.implementations if not races or name in KERNEL_PLATFORM)
     if not known:
@@ -38,25 +38,27 @@ def _settle(
 @runs_elsewhere(check=_settle)
 def check(
     op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
-    implementation: Annotated[str | None, typer.Option(help="Comma-separated; all unless told.")] = None,
-    case: Annotated[str | None, typer.Option(help="Comma-separated; the small cases unless told, or `all`.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16; what it takes unless told.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random inputs and cotangents.")] = 0,
+    implementation: Annotated[str | None, typer.Option(help="Comma-separated; defaults to all.")] = None,
+    case: Annotated[str | None, typer.Option(help="Comma-separated, or `all`; defaults to the small cases.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16; defaults to what each implementation takes.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the random inputs and cotangents.")] = 0,
     races: Annotated[
-        bool, typer.Option("--races", help="Run kernels in their interpreters, and look for data races there.")
+        bool, typer.Option("--races", help="Run kernels in their interpreters, with race detection.")
     ] = False,
 ) -> None:
-    """Check values and every gradient of an op against the oracle, over its cases.
+    """Check the values and every gradient of an op against the oracle, over its cases.
 
-    The oracle is the reference in float64. An error may be twice that of the reference in the same dtype, plus a tiny
-    floor; a NaN never passes. A kernel for another device runs in its interpreter, where uninitialised memory is NaN.
-    Exit code 1 on a miss or a race.
+    The oracle is the reference in float64. An error may be at most twice that of the reference in the same dtype, plus a
+    tiny floor; NaN never passes. A kernel for another device runs in its interpreter, where uninitialised memory is NaN.
+    The exit code is 1 if an error exceeds its bound or a race is found.
     """
     make_room_for_interpreters()
     with arguments():
         found, implementations, cases, dtypes = _settle(op, implementation, case, dtype, races=races)
 
-    # A dtype or case that was named is tried, and refused with the reason; otherwise what is taken is checked.
+    # A dtype or case that was named is tried, and refused with its reason. Otherwise only what is supported is checked.
     taken = {name: dtypes if dtype else dtypes_taken(found, name) for name in implementations}
     results: list[Checked] = []
     raced: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""`tilewright compile`: does it compile for every TPU, does it fit, and what bounds it? No TPU needed."""
+"""`tilewright compile`: compiles an op's TPU kernels for every TPU, without a TPU, and says what bounds them."""
 
 import dataclasses
 import json
@@ -13,40 +13,47 @@ from rich.table import Table
 
 from tilewright.aot import TPUS, CompileReport, KernelReport, NotSetUp, compile_each, doctor
 from tilewright.aot import compile as compile_for
-from tilewright.cli.screen import arguments, console, memory, progress_bar, split_names
+from tilewright.cli.screen import arguments, console, progress_bar, split_names
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Op, explain, find_op
-from tilewright.core.records import checkout_commit, installed_versions, now
 from tilewright.core.target import target
 from tilewright.workbench.check import call, call_with_gradients
+from tilewright.workbench.figures import memory
+from tilewright.workbench.records import checkout_commit, installed_versions, now
 
 
 def compile_verb(
     op: Annotated[str | None, typer.Argument(help="The op's name; `tilewright ops` lists them.")] = None,
-    case: Annotated[str | None, typer.Option(help="Comma-separated; the op's first large case unless told.")] = None,
-    chip: Annotated[str | None, typer.Option(help=f"Comma-separated; {','.join(TPUS)} unless told.")] = None,
+    case: Annotated[str | None, typer.Option(help="Comma-separated; defaults to the op's first large case.")] = None,
+    chip: Annotated[str | None, typer.Option(help=f"Comma-separated; defaults to {','.join(TPUS)}.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     grad: Annotated[bool, typer.Option("--grad", help="Forward and backward instead of forward alone.")] = False,
     config: Annotated[
-        str | None, typer.Option(help="Block sizes that replace the heuristic's: block_n=512,...")
+        str | None,
+        typer.Option(
+            help="Fields that replace the heuristic's, in whichever of the forward and backward configs have them: "
+            "block_n=512,backward.block_v=256"
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option("-j", help="Compiles side by side.")] = os.cpu_count() or 1,
-    limit: Annotated[float, typer.Option(help="Seconds after which a compile is stopped.")] = 1800.0,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even if a result is on disk.")] = False,
+    jobs: Annotated[int, typer.Option("-j", help="How many compiles run in parallel.")] = os.cpu_count() or 1,
+    limit: Annotated[float, typer.Option(help="The time limit of a compile, in seconds.")] = 1800.0,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even if the result is cached on disk.")] = False,
     no_schedule: Annotated[
-        bool, typer.Option("--no-schedule", help="Only whether it compiles, in half the time: no VMEM, no estimates.")
+        bool,
+        typer.Option("--no-schedule", help="Report only whether it compiles, in half the time: no VMEM, no estimates."),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the whole reports to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the full reports to this file.")] = None,
     ask_doctor: Annotated[
-        bool, typer.Option("--doctor", help="Say what this machine has and lacks, and stop.")
+        bool, typer.Option("--doctor", help="Report what this machine has and lacks for compiling, and stop.")
     ] = False,
 ) -> None:
     """Compile an op's TPU kernels with libtpu, for every TPU, on a machine that has none.
 
-    For each chip and kernel: whether it compiles, and if not the cause and what to do; VMEM against the chip's; the bundles
-    of a steady-state step and how many of its stores are spills; the busiest unit; HBM traffic; and an estimate of the time
-    it takes at least. Estimates are floors, from the schedule: they are not measurements. Exit code 1 if one fails.
+    For each chip and kernel it reports whether it compiles, and if not the cause and the remedy; its VMEM and the chip's;
+    the bundles of a steady-state step and the fraction of its stores that are spills; the busiest unit; HBM traffic; and a
+    lower bound of its time. Times are estimated from the schedule: they are not measurements. The exit code is 1 if a
+    compile fails.
     """
     if ask_doctor:
         _show_doctor()
@@ -65,12 +72,12 @@ def compile_verb(
         cases = split_names(case, every, "case") if case is not None else (large[0],)
         changes = _parse_config(config)
         work = [(found.case(name), Chip.named(tpu)) for name in cases for tpu in chips]
-        settled = [_settled_config(found, each, tpu, dtype, changes) for each, tpu in work]
+        settled = [_changed_configs(found, each, tpu, dtype, changes) for each, tpu in work]
     with arguments(mistakes=(NotSetUp,)), progress_bar() as bar:
         task = bar.add_task(f"compiling {op}", total=len(work))
 
-        def job(each: Case, tpu: Chip, block_sizes: Any) -> CompileReport:
-            function = call(found, each, "pallas_tpu", block_sizes)
+        def job(each: Case, tpu: Chip, configs: Any) -> CompileReport:
+            function = call(found, each, "pallas_tpu", configs)
             structs = each.structs(dtype)
             how: Any = {"chip": tpu, "limit_s": limit, "use_cache": not no_cache, "schedule": not no_schedule}
             if grad:
@@ -82,8 +89,8 @@ def compile_verb(
             return report
 
         todo = [
-            (lambda each=each, tpu=tpu, sizes=sizes: job(each, tpu, sizes))
-            for (each, tpu), sizes in zip(work, settled, strict=True)
+            (lambda each=each, tpu=tpu, configs=configs: job(each, tpu, configs))
+            for (each, tpu), configs in zip(work, settled, strict=True)
         ]
         reports = compile_each(todo, side_by_side=jobs)
 
@@ -93,7 +100,7 @@ def compile_verb(
         console().print(_table(f"{op} {name} {dtype}, {mode}", [report for _, report in held], prefix=f"{op}_"))
     _show_failures(reports)
     if not no_schedule:
-        console().print("Times are estimates from the schedule, at least so long, not measurements.")
+        console().print("Times are lower bounds, estimated from the schedule; they are not measurements.")
     if json_file is not None:
         where = {"versions": installed_versions(), "commit": checkout_commit(), "date": now()}
         whole = [
@@ -108,6 +115,7 @@ def compile_verb(
 
 
 def _parse_config(given: str | None) -> dict[str, int]:
+    """{"block_n": 512, "backward.block_v": 256} of "block_n=512,backward.block_v=256"."""
     changes: dict[str, int] = {}
     for pair in (given or "").split(","):
         if pair.strip():
@@ -118,20 +126,30 @@ def _parse_config(given: str | None) -> dict[str, int]:
     return changes
 
 
-def _settled_config(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[str, int]) -> Any:
-    """None for the heuristic's, or the heuristic's with the changes of the command line."""
+def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[str, int]) -> Any:
+    """The heuristic's configs with the changes of the command line; None where there are no changes.
+
+    A change applies to the forward and to the backward config, wherever it has that field; "backward.block_n" applies to
+    one of them.
+    """
     if not changes:
         return None
     with target(chip):
-        told = explain(op.name, **case.structs(dtype), **case.options, implementation="pallas_tpu")
-    if told.refusal is not None:
-        raise ValueError(told.refusal)
-    heuristic = told.decisions[0].launch.config
-    known = [field.name for field in dataclasses.fields(heuristic)]
-    for name in changes:
-        if name not in known:
-            raise ValueError(f"--config {name} is not a block size of {op.name}; use one of {', '.join(known)}")
-    return dataclasses.replace(heuristic, **changes)
+        explanation = explain(op.name, **case.structs(dtype), **case.options, implementation="pallas_tpu")
+    if explanation.refusal is not None:
+        raise ValueError(explanation.refusal)
+    configs = explanation.decisions[0].configs
+    fields = {name: [field.name for field in dataclasses.fields(config)] for name, config in configs.items()}  # type: ignore[arg-type]
+    applied: dict[str, dict[str, int]] = {direction: {} for direction in configs}
+    for name, value in changes.items():
+        direction, _, field = name.rpartition(".")
+        fitting = [each for each in configs if direction in ("", each) and field in fields[each]]
+        if not fitting:
+            known = "; ".join(f"{each}: {', '.join(names)}" for each, names in fields.items()) or "none"
+            raise ValueError(f"--config {name} is not a block size of {op.name}; use one of {known}")
+        for each in fitting:
+            applied[each][field] = value
+    return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
 
 
 def _output_structs(op: Op, case: Case, dtype: str) -> Any:
@@ -139,8 +157,8 @@ def _output_structs(op: Op, case: Case, dtype: str) -> Any:
 
 
 def _show_doctor() -> None:
-    table = Table(title="What compiling for a TPU needs, on this machine", title_justify="left")
-    for column in ("what", "", "found", "what mends it"):
+    table = Table(title="What this machine has for compiling for TPUs", title_justify="left")
+    for column in ("what", "", "found", "remedy"):
         table.add_column(column, overflow="fold")
     findings = doctor()
     for finding in findings:
@@ -160,7 +178,7 @@ def _table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
         "compile",
         "code",
         "VMEM",
-        "bundles a step",
+        "bundles per step",
         "spilled stores",
         "bottleneck",
         "HBM",
@@ -211,7 +229,7 @@ def _figures(kernel: KernelReport, capacity: int | None) -> tuple[str, ...]:
 
 def _us(value: float | None) -> str:
     if value is None:
-        return "cannot say"
+        return "unknown"
     return f"{value / 1e3:.3g} ms" if value >= 1e3 else f"{value:.3g} us"
 
 

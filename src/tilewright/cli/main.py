@@ -1,4 +1,4 @@
-"""`tilewright`: the verbs of the workbench, and how their errors are shown."""
+"""`tilewright`: the verbs of the workbench, and how their errors are printed."""
 
 import sys
 
@@ -13,6 +13,7 @@ from tilewright.cli.remote import app as remote
 from tilewright.cli.run import run
 from tilewright.cli.scaffold import scaffold
 from tilewright.cli.screen import Mistake, console
+from tilewright.cli.tables import tables
 from tilewright.core.dispatch import Unsupported
 
 app = typer.Typer(
@@ -22,23 +23,25 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="""The bench that JAX kernels for TPU and GPU are made on.
 
-**See** what there is and what runs here: `tilewright ops`
+**List** the ops and what runs here: `tilewright ops`
 
 **Check** values and gradients against the oracle: `tilewright check linear_cross_entropy`
 
-**Time** implementations side by side: `tilewright bench linear_cross_entropy --grad --plot out.png`, and beside other
-libraries' where they are installed: `tilewright bench kda --against fla`
+**Time** implementations side by side: `tilewright bench linear_cross_entropy --grad --plot out.png`, and other
+libraries' kernels on the same inputs: `tilewright bench kda --against fla`
 
-**Compile** its TPU kernels for every TPU, with none attached: `tilewright compile linear_cross_entropy --grad`
+**Compile** an op's TPU kernels for every TPU, with none attached: `tilewright compile linear_cross_entropy --grad`
 
-**Begin** a new kernel, with its tests passing from the start: `tilewright new my_op`
+**Start** a new op from a working one whose tests pass: `tilewright new my_op`
+
+**Write** the tables of the documentation from the records of measurements: `tilewright tables`
 
 **Run** any command here, on a rented TPU or GPU, or on a Ray cluster: `tilewright run --on sky:mine -- COMMAND`
 
-**Rent**, watch and give back machines: `tilewright remote --help`
+**Rent**, watch and release machines: `tilewright remote --help`
 
 Every verb has its own `--help`. On a machine without the chip, check runs TPU and GPU kernels in their interpreters;
-bench times only what the device can really run.
+bench times only what the device can run.
 """,
 )
 app.command("ops")(ops)
@@ -46,12 +49,13 @@ app.command("check")(check)
 app.command("bench")(bench)
 app.command("compile")(compile_verb)
 app.command("new")(scaffold)
+app.command("tables")(tables)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(remote, name="remote")
 
 
 def main() -> None:
-    """Run a verb. A wrong argument is one line on stderr and exit code 2; an error in a kernel keeps its traceback."""
+    """Runs a verb. A wrong argument is one line on stderr and exit code 2; any other error keeps its traceback."""
     try:
         app()
     except (Mistake, Unsupported) as error:

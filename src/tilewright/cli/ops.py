@@ -1,4 +1,4 @@
-"""`tilewright ops`: every op, its implementations, which run here, which would be taken, and why not the others."""
+"""`tilewright ops`: every op, which of its implementations run here, which one is chosen, and why not the others."""
 
 from rich.markup import escape
 from rich.table import Table
@@ -10,9 +10,10 @@ from tilewright.core.target import default_device
 
 
 def ops() -> None:
-    """List the ops, their implementations, which of them run on this machine, which is chosen, and why not the others.
+    """List the ops, which of their implementations run on this machine, which one is chosen, and why not the others.
 
-    The choice shown is for the op's first case in bfloat16; ask `tilewright.explain(op, ...)` about a call of your own.
+    For those that run it shows what runs forward and backward, with the block sizes. All of it is for the op's first case
+    in bfloat16; use `tilewright.explain(op, ...)` for a call of your own.
     """
     device = default_device()
     table = Table(title=f"Ops on {device.device_kind} (chip {Chip.of(device).name})", title_justify="left")
@@ -32,11 +33,14 @@ def _rows(op: Op) -> list[tuple[str, str, str, str]]:
     rows = []
     for position, name in enumerate(op.implementations):
         label = op.name if position == 0 else ""
-        refusal = explain(op.name, **arrays, **case.options, implementation=name).refusal
-        if name == chosen:
-            rows.append((label, name, "[bold green]chosen[/]", "the first in order of preference that can run"))
-        elif refusal is None:
-            rows.append((label, name, "[green]runs[/]", f"{chosen} comes before it"))
-        else:
-            rows.append((label, name, "[yellow]no[/]", escape(refusal.split("cannot run this call: ", 1)[-1])))
+        explanation = explain(op.name, **arrays, **case.options, implementation=name)
+        if explanation.refusal is not None:
+            why = escape(explanation.refusal.split("cannot run this call: ", 1)[-1])
+            rows.append((label, name, "[yellow]no[/]", why))
+            continue
+        (decision,) = explanation.decisions
+        is_chosen = name == chosen
+        why = "the first in order of preference that can run" if is_chosen else f"{chosen} comes before it"
+        passes = escape(f"forward: {decision.forward}\nbackward: {decision.backward}")
+        rows.append((label, name, "[bold green]chosen[/]" if is_chosen else "[green]runs[/]", f"{why}\n{passes}"))
     return rows

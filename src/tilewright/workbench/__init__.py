@@ -1,1 +1,1 @@
-"""Check, time and scaffold any registered op. Knows no op by name."""
+"""Checks, times and scaffolds any registered op. It knows no op by name."""

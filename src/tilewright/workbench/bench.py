@@ -1,9 +1,9 @@
-"""How fast an implementation is, how long its first step takes, and how much memory it was compiled to use.
+"""How fast an implementation is, how long its first step takes, and how much memory the compiler allots to it.
 
-The first step (trace, compile, run once) and the steady state are timed apart. A sample is the mean of enough calls in a
-row to outlast the clock's noise, ended by waiting for the device; the median is over many samples, and all are kept.
-Inputs are random. Calls inside a sample are queued without waiting, as in training, so the launch of one hides behind the
-run of another.
+The first step (trace, compile, run once) and the steady state are timed separately. A sample is the mean over enough
+consecutive calls to exceed the clock's noise, and ends by waiting for the device. The median is over many samples, and
+all of them are recorded. Inputs are random. The calls of a sample are queued without waiting, as in training, so that
+the launch of one call overlaps the execution of another.
 """
 
 import statistics
@@ -17,9 +17,9 @@ import jax
 from tilewright.core.case import Case, Work
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Decision, Op, noting_decisions
-from tilewright.core.records import Provenance, Record
 from tilewright.core.target import default_device
-from tilewright.workbench.check import call, call_with_gradients, draw_cotangents
+from tilewright.workbench.check import call, call_with_gradients, cotangents_like
+from tilewright.workbench.records import Provenance, Record
 from tilewright.workbench.sampling import samples
 
 Mode = Literal["forward", "forward+backward"]
@@ -31,20 +31,32 @@ class Timing:
     """How long to measure one entry."""
 
     seconds: float = 2.0
-    """Time to spend on steady-state samples; at least five are taken whatever it costs."""
+    """Time to spend on steady-state samples; at least five are taken, however long they take."""
     run: bool = True
-    """False compiles only, for the memory figures of a case too large to run here."""
+    """False compiles only, to get the memory figures of a case that is too large to run here."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was seen of one function on one case."""
+    """The measurements of one function on one case."""
 
     samples_s: tuple[float, ...]
     metrics: Metrics
     decisions: tuple[Decision, ...]
     results: Mapping[str, Any]
-    """Its outputs, and with gradients `d <name>` of each differentiable input; nothing where it was compiled only."""
+    """The outputs by name, and the gradients as `d <name>`; empty where the function was only compiled."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One implementation compiled for one case: `time_case` runs and times it."""
+
+    op: Op
+    case: Case
+    implementation: str
+    dtype: str
+    mode: Mode
+    program: "_Program"
 
 
 def bench_case(
@@ -56,33 +68,70 @@ def bench_case(
     timing: Timing,
     judge: Callable[[Mapping[str, Any]], Metrics] | None = None,
 ) -> Record:
-    """Compile, run and time one implementation on one case. `Unsupported` where it cannot run on this device.
+    """Compiles, runs and times one implementation on one case. Raises `Unsupported` where it cannot run on this device.
 
-    `judge` is shown its results, and what it says of them is added to the metrics.
+    `judge` takes the results by name; the metrics that it returns are added to the record.
     """
-    function = call(op, case, implementation)
-    backward = mode == "forward+backward"
+    return time_case(compile_case(op, case, implementation, dtype, mode), timing, judge)
+
+
+def compile_case(
+    op: Op, case: Case, implementation: str, dtype: str, mode: Mode, outputs: tuple[Any, ...] | None = None
+) -> Compiled:
+    """Compiles one implementation for one case, without arrays: several may be compiled in parallel and timed later.
+
+    `outputs` are the shapes and dtypes of the outputs, where the caller knows them; otherwise they are found by tracing.
+    """
+    function, structs = call(op, case, implementation), case.structs(dtype)
+    cotangents: tuple[Any, ...] = ()
+    if mode == "forward+backward":
+        cotangents = jax.eval_shape(function, **structs) if outputs is None else outputs
+    return Compiled(op, case, implementation, dtype, mode, _compile(function, case, structs, cotangents, mode))
+
+
+def time_case(
+    compiled: Compiled, timing: Timing, judge: Callable[[Mapping[str, Any]], Metrics] | None = None
+) -> Record:
+    """Runs and times a compiled case on random inputs. See `bench_case`."""
+    case, program = compiled.case, compiled.program
+    measured = Measured((), program.metrics, program.decisions, {})
     if timing.run:
-        arrays: Any = case.draw(dtype)
-        cotangents = draw_cotangents(function, arrays, seed=0) if backward else ()
-    else:
-        arrays = case.structs(dtype)
-        cotangents = jax.eval_shape(function, **arrays) if backward else ()
-    measured = measure(function, case, arrays, cotangents, dtype, mode, timing)
-    decision = measured.decisions[0]
+        cotangents = cotangents_like(program.cotangents, seed=0)
+        measured = _time(program, case, case.draw(compiled.dtype), cotangents, compiled.dtype, compiled.mode, timing)
+    directions = ("forward", "backward") if compiled.mode == "forward+backward" else ("forward",)
+    configs, sources = decided_configs(measured.decisions[0], directions)
     return Record(
         kind="bench",
-        op=op.name,
-        implementation=implementation,
+        op=compiled.op.name,
+        implementation=compiled.implementation,
         case=case.name,
-        dtype=dtype,
-        mode=mode,
+        dtype=compiled.dtype,
+        mode=compiled.mode,
         provenance=Provenance.here(default_device()),
-        config=None if decision.launch.config is None else str(decision.launch.config),
-        config_source=decision.config_source,
+        configs=configs,
+        config_sources=sources,
         samples_s=measured.samples_s,
         metrics=measured.metrics | (judge(measured.results) if judge is not None and timing.run else {}),
     )
+
+
+def decided_configs(decision: Decision, directions: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The configs that a decision has for these directions as JSON, and where each is from: two fields of a record."""
+    passes = {"forward": decision.forward, "backward": decision.backward}
+    chosen = {name: config for name, config in decision.configs.items() if name in directions}
+    configs = {name: config.to_json() for name, config in chosen.items()}
+    return configs, {name: passes[name].config_source for name in chosen}
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A compiled function of (arrays, cotangents) that returns results by name."""
+
+    run: Callable[[Any, Any], dict[str, Any]]
+    cotangents: tuple[Any, ...]
+    """Their shapes and dtypes; empty for a forward pass alone."""
+    metrics: Metrics
+    decisions: tuple[Decision, ...]
 
 
 def measure(
@@ -94,29 +143,51 @@ def measure(
     mode: Mode,
     timing: Timing,
 ) -> Measured:
-    """Compile, run and time a JAX function of the case's arrays that returns the case's outputs in order."""
+    """Compiles, runs and times a JAX function of the case's arrays that returns the case's outputs in order."""
+    return _time(_compile(function, case, arrays, cotangents, mode), case, arrays, cotangents, dtype, mode, timing)
+
+
+def _compile(
+    function: Callable[..., tuple[Any, ...]],
+    case: Case,
+    arrays: Mapping[str, Any],
+    cotangents: tuple[Any, ...],
+    mode: Mode,
+) -> _Program:
     if mode == "forward+backward":
         jitted = jax.jit(call_with_gradients(function, case))
     else:
         jitted = jax.jit(lambda arrays, _: dict(zip(case.outputs, function(**arrays), strict=True)))
-    if timing.run:
-        jax.block_until_ready((arrays, cotangents))
     began = time.perf_counter()
     with noting_decisions() as decisions:
-        compiled = jitted.lower(arrays, cotangents).compile()
-    compiled_s = time.perf_counter() - began
-    metrics: Metrics = {"compile_s": compiled_s, **_memory(compiled)}
-    if not timing.run:
-        return Measured((), metrics, tuple(decisions), {})
-    results = jax.block_until_ready(compiled(arrays, cotangents))
-    metrics["first_step_s"] = time.perf_counter() - began
-    taken = samples(lambda: compiled(arrays, cotangents), jax.block_until_ready, timing.seconds)
-    metrics |= achieved(case, taken, dtype, mode)
-    return Measured(taken, metrics, tuple(decisions), results)
+        compiled = jitted.lower(dict(arrays), cotangents).compile()
+    metrics: Metrics = {"compile_s": time.perf_counter() - began, **_memory(compiled)}
+    return _Program(compiled, cotangents, metrics, tuple(decisions))
+
+
+def _time(
+    program: _Program,
+    case: Case,
+    arrays: Mapping[str, Any],
+    cotangents: tuple[Any, ...],
+    dtype: str,
+    mode: Mode,
+    timing: Timing,
+) -> Measured:
+    arrays = dict(arrays)
+    jax.block_until_ready((arrays, cotangents))
+    began = time.perf_counter()
+    results = jax.block_until_ready(program.run(arrays, cotangents))
+    first_run_s = time.perf_counter() - began
+    taken = samples(lambda: program.run(arrays, cotangents), jax.block_until_ready, timing.seconds)
+    compile_s = program.metrics["compile_s"]
+    assert isinstance(compile_s, float)
+    metrics = program.metrics | {"first_step_s": compile_s + first_run_s} | achieved(case, taken, dtype, mode)
+    return Measured(taken, metrics, program.decisions, results)
 
 
 def _memory(compiled: Any) -> dict[str, int | None]:
-    """What the compiler allotted: `temp_bytes` beyond arguments and results, `peak_bytes` with them."""
+    """What the compiler allotted: `temp_bytes` is without arguments and results, `peak_bytes` includes them."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {"temp_bytes": None, "peak_bytes": None}
@@ -126,7 +197,7 @@ def _memory(compiled: Any) -> dict[str, int | None]:
 
 
 def achieved(case: Case, samples_s: tuple[float, ...], dtype: str, mode: Mode) -> dict[str, float | None]:
-    """Useful FLOP/s and bytes/s, and the fractions of the device's ceilings where those are known."""
+    """Useful FLOP/s and bytes/s, and as fractions of the device's peaks where those are known."""
     work: Work = (case.work_grad if mode == "forward+backward" else case.work)(jax.numpy.dtype(dtype).itemsize)
     chip, seconds = Chip.of(default_device()), statistics.median(samples_s)
     flops_per_s, bytes_per_s = work.flops / seconds, work.bytes / seconds

@@ -1,5 +1,6 @@
-"""Values and every gradient of an implementation, held to the oracle over an op's cases."""
+"""Compares the values and every gradient of an implementation with the oracle, over an op's cases."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,14 @@ import numpy as np
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op
+from tilewright.core.implementation import DTYPES as DTYPES
 from tilewright.core.numerics import Verdict, judge
 from tilewright.core.target import default_device, finding_races, interpret
-
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One output or gradient of one implementation on one case."""
+    """The verdict on one output or gradient of one implementation on one case."""
 
     op: str
     implementation: str
@@ -30,7 +30,7 @@ class Checked:
 
 
 def call(op: Op, case: Case, implementation: str | None, config: Any = None) -> Callable[..., tuple[Any, ...]]:
-    """The op on the case's arrays by keyword, as a function that returns a tuple."""
+    """The op as a function that takes the case's arrays by keyword and returns a tuple of outputs."""
 
     def function(**arrays: Any) -> tuple[Any, ...]:
         out = op.function(**arrays, **case.options, implementation=implementation, config=config)
@@ -40,7 +40,7 @@ def call(op: Op, case: Case, implementation: str | None, config: Any = None) -> 
 
 
 def call_with_gradients(function: Callable[..., tuple[Any, ...]], case: Case) -> Callable[..., dict[str, Any]]:
-    """(arrays, cotangents) -> every output, and the gradient of each differentiable input as `d <name>`."""
+    """(arrays, cotangents) -> every output by name, and the gradient of each differentiable input as `d <name>`."""
 
     def both(arrays: Mapping[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
         fixed = {name: array for name, array in arrays.items() if name not in case.differentiable}
@@ -54,8 +54,14 @@ def call_with_gradients(function: Callable[..., tuple[Any, ...]], case: Case) ->
 
 
 def draw_cotangents(function: Callable[..., tuple[Any, ...]], arrays: Mapping[str, Any], seed: int) -> tuple[Any, ...]:
-    """A random gradient for each output of `function`."""
-    outputs = jax.eval_shape(function, **arrays)
+    """A random cotangent for each output of `function`."""
+    return cotangents_like(jax.eval_shape(function, **arrays), seed)
+
+
+def cotangents_like(outputs: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+    """Random cotangents of the shapes and dtypes of `outputs`."""
+    if not outputs:
+        return ()
     keys = jax.random.split(jax.random.key(seed + 1), len(outputs))
     return tuple(
         jax.random.normal(key, out.shape, jnp.float32).astype(out.dtype) for key, out in zip(keys, outputs, strict=True)
@@ -63,39 +69,62 @@ def draw_cotangents(function: Callable[..., tuple[Any, ...]], arrays: Mapping[st
 
 
 class CaseCheck:
-    """One case in one dtype: the oracle's and the plain version's answers, to hold implementations against."""
+    """One case in one dtype: the results of the oracle and of the plain version, to compare implementations with."""
 
-    def __init__(self, op: Op, case: Case, dtype: str, *, seed: int = 0):
+    def __init__(
+        self,
+        op: Op,
+        case: Case,
+        dtype: str,
+        *,
+        seed: int = 0,
+        arrays: Mapping[str, Any] | None = None,
+    ):
+        """`arrays` are used instead of drawn ones."""
         self.op, self.case, self.dtype = op, case, dtype
-        self.arrays = case.draw(dtype, seed)
-        self.cotangents = draw_cotangents(call(op, case, "reference"), self.arrays, seed)
+        self._reference = jax.jit(call_with_gradients(call(op, case, "reference"), case))
+        self._set_arrays(case.draw(dtype, seed) if arrays is None else arrays, seed)
+
+    def redrawn(self, seed: int, arrays: Mapping[str, Any] | None = None) -> "CaseCheck":
+        """The same check on other values, or on `arrays`. The reference is not compiled again."""
+        other = copy.copy(self)
+        other._set_arrays(self.case.draw(self.dtype, seed) if arrays is None else arrays, seed)
+        return other
+
+    def against(self, function: Callable[..., tuple[Any, ...]]) -> "CaseCheck":
+        """The same check with the oracle of `function`: the same op, written with other calls of the reference."""
+        other = copy.copy(self)
+        other._reference = jax.jit(call_with_gradients(function, self.case))
+        other.oracle = other._oracle()
+        return other
+
+    def _set_arrays(self, arrays: Mapping[str, Any], seed: int) -> None:
+        self.arrays = arrays
+        self.cotangents = draw_cotangents(call(self.op, self.case, "reference"), arrays, seed)
+        plain = {name: np.asarray(value) for name, value in self._reference(arrays, self.cotangents).items()}
         self.plain = {
-            name: value.astype(jnp.dtype(dtype)).astype(value.dtype) if name in case.rounded else value
-            for name, value in self._evaluate("reference").items()
+            name: value.astype(jnp.dtype(self.dtype)).astype(value.dtype) if name in self.case.rounded else value
+            for name, value in plain.items()
         }
         self.oracle = self._oracle()
 
-    def _evaluate(self, implementation: str, config: Any = None) -> dict[str, np.ndarray]:
-        both = call_with_gradients(call(self.op, self.case, implementation, config), self.case)
-        return {name: np.asarray(value) for name, value in jax.jit(both)(self.arrays, self.cotangents).items()}
-
     def _oracle(self) -> dict[str, np.ndarray]:
-        # TPUs have no float64: there the oracle is computed on the host.
+        # TPUs have no float64, so there the oracle runs on the host.
         device = jax.local_devices(backend="cpu")[0] if default_device().platform == "tpu" else default_device()
-        both = call_with_gradients(call(self.op, self.case, "reference"), self.case)
 
-        def widened(value: jax.Array) -> jax.Array:
+        def to_float64(value: jax.Array) -> jax.Array:
             host = np.asarray(value)
             floating = jnp.issubdtype(value.dtype, jnp.floating)
             return jnp.asarray(host.astype(np.float64) if floating else host)
 
         with jax.enable_x64(True), jax.default_device(device):
-            arrays, cotangents = jax.tree.map(widened, (self.arrays, self.cotangents))
-            return {name: np.asarray(value) for name, value in jax.jit(both)(arrays, cotangents).items()}
+            arrays, cotangents = jax.tree.map(to_float64, (self.arrays, self.cotangents))
+            return {name: np.asarray(value) for name, value in self._reference(arrays, cotangents).items()}
 
     def check(self, implementation: str, config: Any = None) -> list[Checked]:
-        """Run `implementation` as the contexts around this call say, and judge each output and gradient."""
-        got = self._evaluate(implementation, config)
+        """Runs `implementation` under the current target and interpreter, and judges each output and gradient."""
+        both = jax.jit(call_with_gradients(call(self.op, self.case, implementation, config), self.case))
+        got = both(self.arrays, self.cotangents)
         return [
             Checked(
                 self.op.name,
@@ -110,8 +139,9 @@ class CaseCheck:
 
 
 def dtypes_taken(op: Op, implementation: str) -> tuple[str, ...]:
-    """The inputs' dtypes that an implementation takes: its module's `DTYPES`, where it does not take all."""
-    return getattr(op.module(implementation), "DTYPES", DTYPES)
+    """The dtypes of inputs that an implementation takes, on any of the architectures that it is written for."""
+    taken = {dtype for one in op.architectures(implementation) for dtype in one.dtypes}
+    return tuple(dtype for dtype in DTYPES if dtype in taken)
 
 
 def needs_interpreter(implementation: str) -> bool:
@@ -121,9 +151,9 @@ def needs_interpreter(implementation: str) -> bool:
 
 
 def check_implementation(checked: CaseCheck, implementation: str, *, races: bool = False) -> list[Checked]:
-    """Check on this device, or in the interpreter where the device cannot run the kernel.
+    """Checks on this device, or in the interpreter where the device cannot run the kernel.
 
-    With `races` a kernel runs in its interpreter anyway, with race detection: `RaceDetected` where it has one.
+    With `races` a kernel always runs in its interpreter, with race detection; a race raises `RaceDetected`.
     """
     if races and implementation in KERNEL_PLATFORM:
         with finding_races():

@@ -1,13 +1,13 @@
-"""Pictures of records."""
+"""Plots of records."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewright.core.records import Record
+from tilewright.workbench.records import Record
 
 
 def plot_bench(records: Sequence[Record], path: Path) -> None:
-    """Median time (with the quartiles) and temporary memory of each implementation, case by case, as a PNG."""
+    """Writes a PNG with the median time (and quartiles) and the temporary memory of each implementation, case by case."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""How a steady state is timed: ours by the bench, and a peer's in a process of its own. Standard library only."""
+"""How a steady state is timed, by the bench and in a peer's own process. It imports the standard library only."""
 
 import time
 from collections.abc import Callable
@@ -10,10 +10,10 @@ _MOST_SAMPLES = 100
 
 
 def samples(run: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -> tuple[float, ...]:
-    """Seconds of one call, again and again for about `seconds`; at least five figures.
+    """Samples of the seconds per call, taken for about `seconds`; at least five.
 
-    A sample is the mean of enough calls in a row to outlast the clock's noise. They are queued one behind the other, and
-    `wait` on the last one's result ends the sample.
+    A sample is the mean over enough consecutive calls to exceed the clock's noise. The calls are queued without waiting,
+    and `wait` on the result of the last one ends the sample.
     """
 
     def sample(calls: int) -> float:

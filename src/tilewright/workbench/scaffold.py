@@ -1,7 +1,7 @@
-"""A new op family, from templates: a small op that works, whose author then puts their own math in its place.
+"""Writes a new op family from templates: a small op that works, to be replaced by the author's own math.
 
-What is made passes its own tests, the linters and `tilewright check` as it stands. In the files that are there already,
-one line is added: the import in `tilewright/__init__.py` that makes the op public and registers it.
+The new family passes its tests, the linters and `tilewright check`. Two existing files get lines: an import in
+`tilewright/__init__.py` makes the op public and registers it, and two in `tilewright/configs.py` make its configs public.
 """
 
 import ast
@@ -15,6 +15,7 @@ TEMPLATES = Path(__file__).with_name("templates") / "op"
 # Template -> what it becomes, from the root of a checkout.
 _FILES = {
     "package/__init__.py.tmpl": "src/tilewright/ops/{name}/__init__.py",
+    "package/call.py.tmpl": "src/tilewright/ops/{name}/call.py",
     "package/api.py.tmpl": "src/tilewright/ops/{name}/api.py",
     "package/reference.py.tmpl": "src/tilewright/ops/{name}/reference.py",
     "package/xla.py.tmpl": "src/tilewright/ops/{name}/xla.py",
@@ -26,35 +27,45 @@ _FILES = {
     "docs/op.md.tmpl": "docs/ops/{name}.md",
 }
 _PUBLIC = "src/tilewright/__init__.py"
-_REGISTRATION = "from tilewright.ops.{name}.api import {name} as {name}"
-# The registration stays on one line of 120 characters, as the formatter would have it.
-MAX_NAME = (120 - len(_REGISTRATION.format(name=""))) // 3
+_CONFIGS = "src/tilewright/configs.py"
+# Existing file -> the imports that it gets.
+_IMPORTS = {
+    _PUBLIC: ("from tilewright.ops.{name}.api import {name} as {name}",),
+    _CONFIGS: (
+        "from tilewright.ops.{name}.config import {camel}TpuBackward as {camel}TpuBackward",
+        "from tilewright.ops.{name}.config import {camel}TpuForward as {camel}TpuForward",
+    ),
+}
+_LINE = 120
+# The registration stays on one line, as the formatter writes it.
+MAX_NAME = (_LINE - len(_IMPORTS[_PUBLIC][0].format(name=""))) // 3
 
 
-def scaffold_op(name: str, root: Path) -> list[Path]:
-    """Write the family of an op called `name` into the checkout at `root`; returns the files made, then the one changed.
+def scaffold_op(name: str, root: Path) -> tuple[list[Path], dict[Path, int]]:
+    """Writes the family of an op called `name` into the checkout at `root`.
 
-    Nothing is written unless everything can be.
+    Returns the new files, and the number of lines added to each changed one. Nothing is written unless everything can be.
     """
     _check_name(name)
-    public = root / _PUBLIC
-    if not public.is_file() or not (root / "src/tilewright/ops").is_dir():
+    if not (root / _PUBLIC).is_file() or not (root / _CONFIGS).is_file() or not (root / "src/tilewright/ops").is_dir():
         raise FileNotFoundError(
             f"root={str(root.resolve())!r} must be a checkout of tilewright, and it has no src/tilewright/ops; "
             f"run it from the top of a checkout, or pass --root"
         )
     _check_free(name, root)
     texts = {root / target.format(name=name): _filled(template, name) for template, target in _FILES.items()}
-    registered = _with_line(public.read_text(), name)
-    for path, text in texts.items():
+    changed = {root / path: (root / path).read_text() for path in _IMPORTS}
+    for path, lines in _IMPORTS.items():
+        for line in lines:
+            changed[root / path] = _with_import(changed[root / path], line.format(name=name, camel=_camel_case(name)))
+    for path, text in (texts | changed).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    public.write_text(registered)
-    return [*texts, public]
+    return list(texts), {root / path: len(lines) for path, lines in _IMPORTS.items()}
 
 
 def _check_name(name: str) -> None:
-    """The name is a folder, a module, a function and part of a test's name."""
+    """The name is that of a folder, a module and a function, and part of a test's name."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ValueError(
             f"name={name!r} must be in snake_case (a-z, 0-9 and single _ between them, a letter first); "
@@ -74,14 +85,14 @@ def _check_name(name: str) -> None:
 
 
 def _snake_case(name: str) -> str:
-    """The nearest name that would do."""
+    """The nearest valid name."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     nearest = re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
     return nearest if nearest[:1].isalpha() else f"op_{nearest}".rstrip("_")
 
 
 def _names_in_templates() -> set[str]:
-    """Every variable, argument and import of the generated modules: `jax`, `x`, `tuple`."""
+    """Every variable, argument and import of the generated modules, such as `jax`, `x` and `tuple`."""
     names: set[str] = set()
     for template in _FILES:
         if template.endswith(".py.tmpl"):
@@ -96,7 +107,7 @@ def _names_in_templates() -> set[str]:
 
 
 def _check_free(name: str, root: Path) -> None:
-    """Nothing that the op would overwrite or hide is there."""
+    """Raises where the op would overwrite or hide something."""
     package = root / "src/tilewright"
     taken = [package / "ops" / name, root / "tests/ops" / name, root / "docs/ops" / f"{name}.md"]
     taken += [package / name, package / f"{name}.py"]  # `tilewright.core` must stay the package.
@@ -110,25 +121,35 @@ def _check_free(name: str, root: Path) -> None:
             raise FileExistsError(f"name={name!r} must be free, and tilewright.{name} exists; use another name")
 
 
+def _camel_case(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
 def _filled(template: str, name: str) -> str:
-    camel = "".join(word.capitalize() for word in name.split("_"))
-    return string.Template((TEMPLATES / template).read_text()).substitute(name=name, camel=camel)
+    return string.Template((TEMPLATES / template).read_text()).substitute(name=name, camel=_camel_case(name))
 
 
-def _with_line(text: str, name: str) -> str:
-    """The public module's text with the op's registration in it, where the import sorter would put it."""
-    line = _REGISTRATION.format(name=name) + "\n"
+def _with_import(text: str, line: str) -> str:
+    """A module's text with an import from an op family in it, where the import sorter puts it."""
+    key = _sort_key(line)
+    if len(line) > _LINE:
+        head, _, members = line.partition(" import ")
+        line = f"{head} import (\n    {members},\n)"
     lines = text.splitlines(keepends=True)
     position = len(lines)
     for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tilewright.ops."):
-            if _sort_key(f"tilewright.ops.{name}.api") < _sort_key(node.module or ""):
+            if key < _sort_key(ast.unparse(node)):
                 position = node.lineno - 1
                 break
             position = node.end_lineno or node.lineno
-    return "".join([*lines[:position], line, *lines[position:]])
+    return "".join([*lines[:position], f"{line}\n", *lines[position:]])
 
 
-def _sort_key(module: str) -> list[tuple[str, int]]:
-    """Ruff sorts imports naturally: a run of digits is a number, so that op2 comes before op10."""
-    return [("0", int(token)) if token.isdigit() else (token, 0) for token in re.findall(r"\d+|\D", module)]
+def _sort_key(line: str) -> list[list[tuple[str, int]]]:
+    """By module, then by member. Ruff sorts naturally: a run of digits is a number, so that op2 comes before op10."""
+    words = line.split()[1:4:2]  # from MODULE import MEMBER as MEMBER
+    return [
+        [("0", int(token)) if token.isdigit() else (token, 0) for token in re.findall(r"\d+|\D", word)]
+        for word in words
+    ]

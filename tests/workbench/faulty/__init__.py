@@ -1,1 +1,1 @@
-"""An op family whose kernels have a fault on request, to see that the workbench finds it."""
+"""An op family whose kernels have a fault on request, to test that the workbench finds it."""

@@ -1,4 +1,4 @@
-"""One case a fault, and one without."""
+"""One case per fault, and one without."""
 
 from tilewright.core.case import Case, Input, Work
 

@@ -1,47 +1,44 @@
-"""A Mosaic GPU kernel that with "race" reads shared memory before its copy has arrived."""
+"""A Mosaic GPU kernel that, with the fault "race", reads shared memory before the copy into it has arrived."""
 
 import functools
+from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tests.workbench.faulty.config import NoConfig as Config
-from tilewright.core.dispatch import Launch
-from tilewright.core.target import gpu_interpret_params
+from tests.workbench.faulty.call import DoubleCall
+from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.pallas.gpu.kernel import compiler_params, run_kernel
 
 
-def default_config(chip, x, *, fault):
-    return Config()
-
-
-def _kernel(x_gmem, out_gmem, x_smem, barrier, *, fault):
-    plgpu.copy_gmem_to_smem(x_gmem, x_smem, barrier)
+def _kernel(*, x_ref, y_ref, x_smem, full, fault):
+    plgpu.copy_gmem_to_smem(x_ref, x_smem, full)
     if fault != "race":
-        plgpu.barrier_wait(barrier)
+        plgpu.barrier_wait(full)
     doubled = x_smem[...] + x_smem[...]
     if fault == "race":
-        plgpu.barrier_wait(barrier)
+        plgpu.barrier_wait(full)
     x_smem[...] = doubled
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(x_smem, out_gmem)
+    plgpu.copy_smem_to_gmem(x_smem, y_ref)
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _double(x, fault, launch):
-    return plgpu.kernel(
-        functools.partial(_kernel, fault=fault),
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch_types=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()],
-        grid=(1,),
-        grid_names=("block",),
-        interpret=gpu_interpret_params(launch.interpret),
-    )(x)
+def _forward(call: DoubleCall, launch: Launch, *, save: bool) -> tuple[jax.Array, None]:
+    outputs = run_kernel(
+        functools.partial(_kernel, fault=call.fault),
+        name="double",
+        inputs={"x": call.x},
+        outputs={"y": jax.ShapeDtypeStruct(call.x.shape, call.x.dtype)},
+        scratch={"x_smem": plgpu.SMEM(call.x.shape, call.x.dtype), "full": plgpu.Barrier()},
+        grid={"block": 1},
+        params=compiler_params(automatic_barriers=True, inferred_layouts=True),
+    )
+    return outputs["y"], None
 
 
-_double.defvjp(lambda x, fault, launch: (_double(x, fault, launch), None), lambda fault, launch, _, dy: (2 * dy,))
+def _backward(call: DoubleCall, saved: None, dy: Any, launch: Launch) -> DoubleCall:
+    return call.gradients(x=2 * dy)
 
 
-def double_pallas_gpu(x: jax.Array, *, fault: str | None, launch: Launch) -> jax.Array:
-    """2 x, or not."""
-    return _double(x, fault, launch)
+IMPLEMENTATION = Implementation(forward=Pass(_forward), backward=Pass(_backward), architecture=(9, 0))

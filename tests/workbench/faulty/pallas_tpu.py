@@ -1,47 +1,51 @@
-"""A TPU kernel that copies by hand: with "race" it reads before the copy is done, with "scratch" what was never written."""
+"""A TPU kernel that copies its input itself.
+
+With the fault "race" it reads its scratch before the copy is done; with "scratch" it reads scratch that was never written.
+"""
 
 import functools
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.workbench.faulty.config import NoConfig as Config
-from tilewright.core.dispatch import Launch
-from tilewright.core.target import tpu_interpret_params
+from tests.workbench.faulty.call import DoubleCall
+from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
 
 
-def default_config(chip, x, *, fault):
-    return Config()
-
-
-def _kernel(x_hbm, out_ref, copied_scratch, unwritten_scratch, semaphore, *, fault):
-    copy = pltpu.make_async_copy(x_hbm, copied_scratch, semaphore)
+def _kernel(*, x_ref, y_ref, copied, unwritten, semaphore, fault):
+    copy = pltpu.make_async_copy(x_ref, copied, semaphore)
     copy.start()
     if fault != "race":
         copy.wait()
-    out_ref[...] = 2 * copied_scratch[...]
+    y_ref[...] = 2 * copied[...]
     if fault == "race":
         copy.wait()
     if fault == "scratch":
-        out_ref[...] += 0 * unwritten_scratch[...]
+        y_ref[...] += 0 * unwritten[...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _double(x, fault, launch):
-    block = pltpu.VMEM(x.shape, x.dtype)
-    return pl.pallas_call(
-        functools.partial(_kernel, fault=fault),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-        scratch_shapes=[block, block, pltpu.SemaphoreType.DMA],
-        interpret=tpu_interpret_params(launch.interpret),
-    )(x)
+def _forward(call: DoubleCall, launch: Launch, *, save: bool) -> tuple[jax.Array, None]:
+    shape, dtype = call.x.shape, call.x.dtype
+    kernel = Kernel(
+        name="double",
+        grid={"all": Axis(1)},
+        inputs={"x": Block(shape, dtype, memory=pl.ANY)},
+        outputs={"y": Output(shape, Block(shape, dtype, lambda i: (0, 0)))},
+        scratch={
+            "copied": pltpu.VMEM(shape, dtype),
+            "unwritten": pltpu.VMEM(shape, dtype),
+            "semaphore": pltpu.SemaphoreType.DMA,
+        },
+    )
+    outputs = kernel.run(functools.partial(_kernel, fault=call.fault), {"x": call.x}, chip=launch.chip)
+    return outputs["y"], None
 
 
-_double.defvjp(lambda x, fault, launch: (_double(x, fault, launch), None), lambda fault, launch, _, dy: (2 * dy,))
+def _backward(call: DoubleCall, saved: None, dy: Any, launch: Launch) -> DoubleCall:
+    return call.gradients(x=2 * dy)
 
 
-def double_pallas_tpu(x: jax.Array, *, fault: str | None, launch: Launch) -> jax.Array:
-    """2 x, or not."""
-    return _double(x, fault, launch)
+IMPLEMENTATION = Implementation(forward=Pass(_forward), backward=Pass(_backward))

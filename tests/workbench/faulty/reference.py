@@ -2,8 +2,12 @@
 
 import jax
 
+from tests.workbench.faulty.call import DoubleCall
+from tilewright.core.implementation import Implementation, Launch, Pass
 
-def double_reference(x: jax.Array, *, fault: str | None) -> jax.Array:
-    """2 x."""
-    del fault
-    return 2 * x
+
+def _forward(call: DoubleCall, launch: Launch, *, save: bool) -> tuple[jax.Array, None]:
+    return 2 * call.x, None
+
+
+IMPLEMENTATION = Implementation(forward=Pass(_forward))

@@ -12,7 +12,6 @@ import pytest
 
 import tilewright
 from tilewright.core.dispatch import find_op, registered
-from tilewright.core.records import Record
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import call, call_with_gradients
 from tilewright.workbench.peers import agreement
@@ -20,6 +19,7 @@ from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import ask
 from tilewright.workbench.peers.compare import bench_peer
 from tilewright.workbench.peers.registry import Adapter, Peer, Refused, absent, peers
+from tilewright.workbench.records import Record
 
 HERE = Path(__file__).resolve().parent
 TENSORS = HERE / "numpy_tensors.py"

@@ -1,18 +1,18 @@
-"""Other people's kernels on the bench's inputs, beside ours. They are never dependencies: what is not installed is absent.
+"""Other libraries' kernels, timed on the bench's inputs. They are never dependencies: what is not installed is left out.
 
-A peer (`registry.py`) has one adapter or more, each a module `with_<library>.py` that imports nothing heavy until called:
+A peer (`registry.py`) has one or more adapters, each a module `with_<library>.py` that imports nothing heavy until called:
 
-- `OPS`: by op, a function of the case's arrays and options by keyword that returns a tuple of outputs. Its signature is its
-  coverage: a case with an array or option that it does not take is not for it.
-- `OUTPUTS`: by op, which of the op's outputs it makes, where not all. The gradient of the others is 0 then.
-- `LAYOUTS`: by op and array, a pair of functions: to the layout or dtype that its users hold the array in, and of its
-  gradient back. They run outside of what is timed.
-- `INSTEAD`: by op, options to be judged by instead of the case's, where it has no way to do just the case.
-- `DISTRIBUTIONS`: what is installed under which name, for the versions in a record.
-- `unavailable()`: why it cannot run on this device, for those that run in this process.
+- `OPS`: for each op, a function of the case's arrays and options by keyword that returns a tuple of outputs. Its signature
+  says what it covers: it does not run a case with an array or option that it does not take.
+- `OUTPUTS`: for each op, which of the op's outputs it computes, if not all. The cotangents of the others are 0 then.
+- `LAYOUTS`: for each op and array, a pair of functions: one converts the array to the layout or dtype that users of the
+  library have it in, the other converts its gradient back. They run outside of what is timed.
+- `INSTEAD`: for each op, options that replace the case's, where the library cannot compute exactly the case.
+- `DISTRIBUTIONS`: the names of the installed packages whose versions go into a record.
+- `unavailable()`: why it cannot run on this device, for adapters that run in this process.
 
-JAX's own run in this process, compiled and timed as ours are. Those on torch run in a process of their own (`beside.py`
-here, `child.py` there). JAX and torch each keep the GPU memory they once had, so in one process the second would see less;
-a peer's crash must not take the bench with it; and the two may be installed in different environments. The process is
-started for one case and ends with it, and nothing runs on the GPU here in the meantime.
+Peers in JAX run in this process, compiled and timed as ours are. Those in torch run in a process of their own (`beside.py`
+here, `child.py` there): JAX and torch each keep the GPU memory that they once allocated, so that the second of them would
+have less; a crash of a peer must not end the bench; and the two may be installed in different environments. The process
+runs one case, and nothing runs on the GPU from here in the meantime.
 """

@@ -1,16 +1,16 @@
-"""Whether what is timed computes the same thing: an answer held to the reference, on the bench's own inputs.
+"""Whether what is timed computes the same function: its results are compared with the reference on the bench's inputs.
 
-`tilewright check` asks how exact an implementation is, by the 2x rule, on small cases. This asks of anybody's kernel
-whether it is the same function, on the case that is timed: the error of an output or gradient is the larger of
+`tilewright check` measures how exact an implementation is, by the 2x rule, on small cases. This module decides whether any
+library's kernel is the same function, on the case that is timed. The error of an output or gradient is the larger of
 
     |got - want| / |want|  in the 2-norm,  and  max |got - want| / max |want|
 
-and may be 2 % in bfloat16 and 0.2 % in float32, which tensor cores round to TF32: about five roundings of what a product
-takes. The error itself is shown, ours beside the peers', so that nobody is fast by being less exact unseen.
+and may be 2 % in bfloat16 and 0.2 % in float32, which tensor cores round to TF32: about five roundings of the operands of a
+product. The errors of ours and of the peers are shown, so that a kernel which is fast because it is less exact shows.
 
-What is wanted is the reference in float32 on the same inputs, widened. Where it would take more than a quarter of the
-memory (the gradient of a recurrence over tokens keeps every state), it is `xla` in float32, which the tests hold to the
-reference.
+The expected results are those of the reference in float32 on the same inputs, upcast. Where the reference would take more
+than a quarter of the memory (the gradient of a recurrence over tokens saves every state), they are those of `xla` in
+float32, which the tests compare with the reference.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _PART = 2**24
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest error among some outputs and gradients."""
+    """The largest error of the outputs and gradients."""
 
     error: float
     quantity: str
@@ -49,7 +49,7 @@ class Agreement:
         return self.error <= self.tolerance  # False for NaN.
 
     def metrics(self) -> Metrics:
-        """For a record. JSON has no infinity: an answer that is not finite has no error there, and does not agree."""
+        """Metrics of a record. JSON has no infinity: a result that is not finite has no error there, and does not agree."""
         return {
             "agrees": self.ok,
             "error": self.error if np.isfinite(self.error) else None,
@@ -60,7 +60,7 @@ class Agreement:
 
 
 class Wanted:
-    """What one case should give in one dtype, and the inputs and cotangents it is asked with: those of `bench_case`."""
+    """The expected results of one case in one dtype, with its inputs and cotangents, which are those of `bench_case`."""
 
     def __init__(self, op: Op, case: Case, dtype: str, mode: Mode):
         self.op, self.case, self.dtype = op, case, dtype
@@ -69,9 +69,9 @@ class Wanted:
         self._known: list[tuple[Case, tuple[dict[str, np.ndarray], str]]] = []
 
     def cotangents(self, case: Case) -> tuple[jax.Array, ...] | None:
-        """For the outputs of `case`, which is ours or a peer's version of it; None for a forward pass alone.
+        """Cotangents for the outputs of `case`, which is ours or a peer's version of it; None for a forward pass alone.
 
-        They are the bench's own; of a peer's version with other options, the ones that a loss has: 1.
+        They are those of the bench; for a peer's version with other options they are 1, as those of a loss.
         """
         if self.mode == "forward":
             return None
@@ -82,9 +82,9 @@ class Wanted:
         return tuple(jnp.ones(out.shape, out.dtype) for out in jax.eval_shape(function, **self.arrays))
 
     def judge(self, results: Mapping[str, Any], case: Case | None = None) -> Agreement:
-        """Hold results, by name, to what is wanted. `case`: a peer's version of ours, where it is one.
+        """Compares results, by name, with the expected ones. `case` is a peer's version of ours, where it has one.
 
-        Raises ValueError where a result has another shape than it should.
+        Raises ValueError where a result has another shape than expected.
         """
         case = self.case if case is None else case
         wanted, origin = self._wanted(case)
@@ -117,7 +117,7 @@ class Wanted:
         if given is not None:
             shapes = jax.eval_shape(call(self.op, whole, "reference"), **arrays)
             named = dict(zip(case.outputs, given, strict=True))
-            # The gradient of an output that a peer does not make is 0.
+            # The cotangent of an output that a peer does not compute is 0.
             cotangents = tuple(
                 wide(named[name]) if name in named else jnp.zeros(out.shape, out.dtype)
                 for name, out in zip(own, shapes, strict=True)
@@ -149,9 +149,10 @@ class Wanted:
 
 
 def _error(got: np.ndarray, want: np.ndarray) -> float:
-    """By the rule of this module; infinite where `got` is not finite and `want` is not the same. A part at a time.
+    """The error by the rule of this module; infinite where `got` is not finite and `want` is not the same.
 
-    A gradient may have hundreds of millions of elements, and in float64, with all the intermediates, take tens of GB.
+    It is computed in parts: a gradient may have hundreds of millions of elements, which in float64 and with all the
+    intermediates take tens of GB.
     """
     got, want = got.reshape(-1), want.reshape(-1)
     squares = wanted_squares = largest = scale = 0.0
@@ -171,6 +172,6 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _memory_bytes() -> float:
-    """Of the default device; of the machine, where the device is the CPU or not known."""
+    """The memory of the default device; of the machine, where the device is a CPU or not known."""
     known = Chip.of(default_device()).memory_bytes
     return float(known) if known else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,4 +1,4 @@
-"""A peer in a process of its own: what it is handed, and what comes back. The other side is child.py."""
+"""Runs a peer in a process of its own: what is passed to it, and what it returns. The other side is child.py."""
 
 import json
 import os
@@ -25,7 +25,7 @@ _LONGEST_TEXT = 700
 
 @dataclass(frozen=True)
 class Answer:
-    """What a peer did."""
+    """The results and measurements of a peer."""
 
     samples_s: tuple[float, ...]
     metrics: Metrics
@@ -35,7 +35,7 @@ class Answer:
 
 
 def leave_room() -> None:
-    """Have JAX take GPU memory as it needs it, not three quarters of it at once. Before JAX has looked for devices."""
+    """Makes JAX allocate GPU memory as needed, not three quarters of it at once. Call it before JAX looks for devices."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -49,7 +49,7 @@ def ask(
     python: str | None = None,
     limit_s: float = _LIMIT_SECONDS,
 ) -> Answer:
-    """Time one adapter on a case that it has settled. `Refused` with its error, or its last words where it crashed."""
+    """Times one adapter on a case that it takes. Raises `Refused` with its error, or the end of its log if it crashed."""
     with tempfile.TemporaryDirectory(prefix="tilewright-peer-") as name:
         folder = Path(name)
         dtypes: dict[str, str] = {}
@@ -98,7 +98,7 @@ def ask(
 
 
 def _bits(array: jax.Array) -> np.ndarray:
-    """The array, or its bits where numpy files have no such dtype."""
+    """The array, or its bits where numpy files do not support its dtype."""
     host = np.asarray(array)
     return host.view(np.uint16) if array.dtype == jnp.bfloat16 else host
 

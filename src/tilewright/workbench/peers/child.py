@@ -1,7 +1,7 @@
-"""A peer in a process of its own: `python child.py FOLDER` reads job.json there, and writes answer.json.
+"""Runs a peer in a process of its own: `python child.py FOLDER` reads job.json there, and writes answer.json.
 
-It runs by path, in whichever interpreter the peer is installed for, and imports nothing of tilewright or JAX: only the
-adapter, its tensor library, and how the bench takes its samples. An error of the peer is an answer, too: its text.
+It is run by its path, in the interpreter that the peer is installed in, and imports nothing of tilewright or JAX: only the
+adapter, its tensor library, and the sampling of the bench. An error of the peer is also an answer: its text.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ SAMPLING = Path(__file__).resolve().parent.parent / "sampling.py"
 
 
 def load_module(path: str | Path) -> ModuleType:
-    """A module by its path, under a name that nothing else has."""
+    """Loads a module by its path, under a unique name."""
     path = Path(path)
     spec = importlib.util.spec_from_file_location(f"_tilewright_peer_{path.stem}", path)
     assert spec is not None
@@ -32,7 +32,7 @@ def load_module(path: str | Path) -> ModuleType:
 
 
 def versions(distributions: tuple[str, ...]) -> dict[str, str]:
-    """Of those that are installed."""
+    """The versions of those that are installed."""
     found = {}
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -41,7 +41,7 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """Do what job.json says; the results are written beside it, the rest is returned."""
+    """Runs the job of job.json. Writes the results to files in the same folder, and returns everything else."""
     job = json.loads((folder / "job.json").read_text())
     adapter, tensors = load_module(job["adapter"]), load_module(job["tensors"])
     tensors.check()
@@ -84,7 +84,7 @@ def run(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Python puts this folder first; what a peer imports is never here.
+    # Python puts the folder of this file first on the path; nothing that a peer imports is in it.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     folder = Path(sys.argv[1])
     try:

@@ -1,4 +1,4 @@
-"""A peer's time on one case, as a record beside ours."""
+"""Times a peer on one case, and makes a record of it like ours."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,17 +9,17 @@ import jax
 import numpy as np
 
 from tilewright.core.case import Case
-from tilewright.core.records import Provenance, Record
 from tilewright.core.target import default_device
 from tilewright.workbench.bench import Metrics, Timing, achieved, measure
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import ask
 from tilewright.workbench.peers.child import versions
 from tilewright.workbench.peers.registry import Adapter, Peer, Refused
+from tilewright.workbench.records import Provenance, Record
 
 
 def bench_peer(peer: Peer, adapter: Adapter, wanted: Wanted, timing: Timing, python: str | None = None) -> Record:
-    """Run, time and judge one adapter of a peer. `Refused` where it does not do this case, or fails at it."""
+    """Runs, times and judges one adapter of a peer. Raises `Refused` where it does not take this case, or fails."""
     theirs = adapter.settle(wanted.case)
     if peer.tensors is not None:
         samples_s, metrics, results, found = _beside(adapter, peer.tensors, theirs, wanted, timing, python)

@@ -1,4 +1,4 @@
-"""Arrays, gradients and memory on torch, for `child.py`. Nothing of tilewright is imported: it may not be there."""
+"""Arrays, gradients and memory in torch, for `child.py`. It does not import tilewright, which may not be installed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,14 @@ def check() -> None:
 
 
 def load(array: np.ndarray, dtype: str) -> Any:
-    """A tensor on the GPU. numpy has no bfloat16: such an array comes as its bits."""
+    """A tensor on the GPU. numpy has no bfloat16, so such an array is passed as its bits."""
     if dtype == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).cuda()
     return torch.from_numpy(array).cuda()
 
 
 def store(tensor: Any) -> tuple[np.ndarray, str]:
-    """An array, and its dtype's name."""
+    """The tensor as an array, and the name of its dtype."""
     tensor = tensor.detach().contiguous().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16), "bfloat16"
@@ -40,7 +40,7 @@ def step(
     differentiable: list[str],
     cotangents: list[Any] | None,
 ) -> Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """A call that gives the outputs and, with cotangents, the gradients of the differentiable arrays."""
+    """A function that returns the outputs and, with cotangents, the gradients of the differentiable arrays."""
     if cotangents is None:
 
         def forward() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -59,7 +59,7 @@ def step(
 
 
 def memory(run: Callable[[], Any], held: list[Any]) -> dict[str, int]:
-    """Of one call: `temp_bytes` beyond arguments and results, and `peak_bytes` with them."""
+    """The memory of one call: `temp_bytes` is without arguments and results, `peak_bytes` includes them."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -72,7 +72,7 @@ def memory(run: Callable[[], Any], held: list[Any]) -> dict[str, int]:
 
 
 def toolchain() -> dict[str, str]:
-    """The versions that no distribution has."""
+    """Versions that are not those of an installed package."""
     return {"torch's CUDA": str(torch.version.cuda)}
 
 

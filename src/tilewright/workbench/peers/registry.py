@@ -1,4 +1,4 @@
-"""Which peers there are, where each is found, and which cases it can be asked."""
+"""The peers, where each of them is found, and which cases it takes."""
 
 import importlib
 import importlib.util
@@ -19,12 +19,12 @@ _PROBE = "import importlib.util as u, json, sys; print(json.dumps([u.find_spec(m
 
 
 class Refused(Exception):
-    """A peer did not answer. The text is why, in its own words where it has any."""
+    """A peer gave no result. The text is the reason, the peer's own message where there is one."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One way to call a peer; `name` stands in tables and records. See the package for what the module has."""
+    """One way to call a peer; `name` is its name in tables and records. The package's docstring says what a module has."""
 
     name: str
     module: str
@@ -37,7 +37,7 @@ class Adapter:
         return self.load().OPS
 
     def unavailable(self) -> str | None:
-        """Why it cannot run on this device. One that runs in a process of its own finds out there."""
+        """Why it cannot run on this device. An adapter that runs in a process of its own finds out there."""
         ask = getattr(self.load(), "unavailable", None)
         return None if ask is None else ask()
 
@@ -48,7 +48,7 @@ class Adapter:
         return getattr(self.load(), "INSTEAD", {}).get(op, {})
 
     def settle(self, case: Case) -> Case:
-        """The case as this adapter does it: with its outputs and options. `Refused` where it cannot."""
+        """The case as this adapter runs it, with its outputs and options. Raises `Refused` where it does not take it."""
         function = self.ops.get(case.op)
         if function is None:
             raise Refused(f"it has no {case.op}; it has {', '.join(self.ops)}")
@@ -63,16 +63,16 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that does some of our ops."""
+    """A library that has some of our ops."""
 
     name: str
     package: str
-    """What is imported of it."""
+    """The package that is imported."""
     install: str
-    """What installs it."""
+    """The command that installs it."""
     adapters: tuple[Adapter, ...]
     tensors: Path | None = None
-    """For a peer in a process of its own, the module that knows its arrays: on_torch.py. None is JAX, in this process."""
+    """The module for its arrays, such as on_torch.py, for a peer in a process of its own; None for JAX, in this process."""
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -113,9 +113,9 @@ register(
 
 
 def absent(chosen: tuple[Peer, ...], python: str | None) -> dict[str, str]:
-    """Of these, the ones that are not installed, each with what would install it. Nothing of them is imported.
+    """Those that are not installed, each with the command that installs it. None of them is imported.
 
-    `python` is the interpreter to look in for those that run in a process of their own; None is this one.
+    `python` is the interpreter in which to look for those that run in a process of their own; None is this one.
     """
     beside = [peer for peer in chosen if peer.tensors is not None]
     if python is None:

@@ -1,6 +1,6 @@
 """cuDNN's attention as JAX calls it: `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-It can return the logsumexp, rounded to the inputs' dtype and without a gradient: that is not ours, and it is left out.
+It can return the logsumexp, but rounded to the inputs' dtype and without a gradient, so that output is left out.
 """
 
 from tilewright.core.target import default_device

@@ -1,4 +1,4 @@
-"""flash-linear-attention's chunked Triton kernels. Layouts, scale and states are ours; segments are not asked of it."""
+"""flash-linear-attention's chunked Triton kernels. Layouts, scale and states are as ours; it is not run with segments."""
 
 import importlib
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def _delta_rule(
     from fla.ops.delta_rule import chunk_delta_rule  # pyright: ignore[reportMissingImports]
 
     if q.shape[2] != v.shape[2]:
-        # It would read past the heads that there are.
+        # It would read past the last head of q.
         raise NotImplementedError(
             f"chunk_delta_rule has no grouped value heads: q has {q.shape[2]} heads and v has {v.shape[2]}"
         )

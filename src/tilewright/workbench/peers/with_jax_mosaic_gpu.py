@@ -1,8 +1,8 @@
 """JAX's own Mosaic GPU attention for Hopper (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
 
-It has no scale, and its buffers are float16: the queries are scaled, and all three cast, outside of what is timed. Of the
-values of about 1 that cases have, float16 keeps every bit of a bfloat16. Block sizes are those its own benchmark takes. It
-has no backward of causal attention, and says so.
+It has no scale, and its buffers are float16: the queries are scaled, and all three arrays cast, outside of what is timed.
+For values of about 1, as the cases have, float16 keeps every bit of a bfloat16. Block sizes are those of its own benchmark.
+It has no backward pass for causal attention, and raises an error there.
 """
 
 from typing import Any

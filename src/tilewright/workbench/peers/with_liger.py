@@ -1,7 +1,7 @@
 """Liger's fused linear cross entropy.
 
-It makes the gradients in the forward pass, for a loss whose own gradient is one number. So it is given, and judged by, the
-sum of the losses with a gradient of 1: as the last step of training has it, and where it has nothing to do in the backward.
+It computes the gradients in the forward pass, for a loss whose cotangent is a single number. So it is run, and judged, with
+the sum of the losses and a cotangent of 1, as in training; there its backward pass has nothing to do.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What torch itself has: attention, the norms, a depthwise convolution, and cross entropy with all logits in memory."""
+"""The functions of torch: attention, the norms, a depthwise convolution, and cross entropy with all logits in memory."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def _linear_cross_entropy(
     del return_logsumexp
     import torch  # pyright: ignore[reportMissingImports]
 
-    # float32 logits, as training scripts take them: in bfloat16 the loss itself would be.
+    # float32 logits, as training scripts have them: with bfloat16 logits the loss would be bfloat16 too.
     logits = torch.nn.functional.linear(x, w).float()
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)

@@ -1,0 +1,34 @@
+"""Figures as a person reads them: times, sizes and rates with their units."""
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits, trailing zeros included; all of its digits before the point."""
+    text = f"{value:#.{digits}g}"
+    return f"{value:.0f}" if "e" in text else text.rstrip(".")
+
+
+def seconds(value: float, digits: int = 3) -> str:
+    """A time in s, ms or us, with so many significant digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{significant(value * factor, digits)} {unit}"
+    raise AssertionError
+
+
+def memory(value: float | None) -> str:
+    """A size in GiB, MiB, KiB or bytes; "-" where it is not known."""
+    if value is None:
+        return "-"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= factor:
+            return f"{significant(value / factor)} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float | None, unit: str, fraction: float | None) -> str:
+    """A rate in tera- or giga-units, with its fraction of the device's peak where that is known."""
+    if value is None:
+        return "-"
+    prefix, factor = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
+    share = "" if fraction is None else f" ({fraction:.0%})"
+    return f"{value / factor:.3g} {prefix}{unit}{share}"

@@ -1,0 +1,150 @@
+"""One schema for everything this project measures, with its provenance: chip, versions, commit and date.
+
+A record is one line of JSON. Raw samples are kept, so that a later reader can compute another statistic than the median.
+`kind` says what a record is; an estimate is never written under the kind of a measurement.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from tilewright.core.chip import Chip, Device
+from tilewright.core.version import __version__
+
+SCHEMA = 2
+"""Schema 1 had one config per record, as text. Such records are read with that text among their metrics."""
+Kind = Literal["bench", "check", "estimate"]
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where and when a record was made."""
+
+    chip: str
+    device_kind: str
+    device_count: int
+    versions: Mapping[str, str]
+    commit: str | None
+    """The commit of the checkout that ran, followed by "-dirty" if it had changes; None outside a checkout."""
+    date: str
+    """UTC, ISO 8601."""
+
+    @staticmethod
+    def here(device: Device) -> "Provenance":
+        return Provenance(
+            chip=Chip.of(device).name,
+            device_kind=device.device_kind,
+            device_count=jax.device_count(device.platform),
+            versions=installed_versions(),
+            commit=checkout_commit(),
+            date=now(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One measurement of one implementation on one case."""
+
+    kind: Kind
+    op: str
+    implementation: str
+    case: str
+    dtype: str
+    mode: Literal["forward", "forward+backward"]
+    provenance: Provenance
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The config of each direction that ran ("forward", "backward") as JSON; `tilewright.configs.from_json` reads it back.
+    Empty for a direction without block sizes, and for a peer."""
+    config_sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each of them is from: "argument" or "heuristic"."""
+    samples_s: tuple[float, ...] = ()
+    """Seconds per call, one figure per sample, as measured."""
+    metrics: Mapping[str, float | int | str | bool | None] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range divided by the median: 0.02 is two per cent."""
+        if len(self.samples_s) < 2:
+            return float("nan")
+        low, _, high = statistics.quantiles(self.samples_s, n=4)
+        return (high - low) / self.median_s
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), allow_nan=False)
+
+    @staticmethod
+    def from_json(line: str) -> "Record":
+        data: dict[str, Any] = json.loads(line)
+        schema = data.pop("schema", None)
+        if schema == 1:
+            data["metrics"] = {**data["metrics"], **{name: data.pop(name) for name in ("config", "config_source")}}
+        elif schema != SCHEMA:
+            raise ValueError(f"record schema={schema!r} is not {SCHEMA}; it was written by another version")
+        data["provenance"] = Provenance(**data["provenance"])
+        data["samples_s"] = tuple(data["samples_s"])
+        return Record(**data)
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Append records to a JSONL file. Its folder is made if it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(record.to_json() + "\n" for record in records)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    with path.open() as file:
+        yield from (Record.from_json(line) for line in file if line.strip())
+
+
+def now() -> str:
+    """The date and time, UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@functools.cache
+def installed_versions() -> dict[str, str]:
+    """The versions of the installed packages that a measurement depends on."""
+    versions = {"tilewright": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@functools.cache
+def checkout_commit() -> str | None:
+    """The commit of the checkout this package runs from, or None where it is installed rather than checked out."""
+    here = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    tracked = git("ls-files", "--error-unmatch", __file__)
+    commit = git("rev-parse", "HEAD") if tracked else None
+    if commit is None:
+        return None
+    return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit

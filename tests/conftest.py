@@ -1,4 +1,4 @@
-"""Strict shapes and dtypes for every test, and four CPU devices to shard over."""
+"""Strict shapes and dtypes for every test, four CPU devices to shard over, and what was collected in all tiers."""
 
 import importlib.util
 import os
@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-# Tests run small programs once or twice, and most of their time is XLA's compiler: its code need not be fast.
+# Tests run small programs once or twice, and most of their time is XLA's compiler: its code need not be fast. Tests that
+# keep the optimisations on turn them on per function (`OPTIMISED` in tests/ops/contract.py).
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -15,6 +16,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
+COLLECTED = pytest.StashKey[dict[str, frozenset[str]]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps every test and its markers, before `-m` deselects some: tests/test_tiers.py asks whether CI runs each."""
+    config.stash[COLLECTED] = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
 
 
 def _checked_modules() -> list[str]:

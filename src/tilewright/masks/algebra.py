@@ -90,7 +90,10 @@ class Mask:
 
     def plot(self, t: int, s: int, *, q_offset: int = 0, head: int = 0, ax: Any = None, pixels: int = 512) -> Any:
         """Draws it into a matplotlib axis, queries downwards: dark where a block is full, light where it is partial."""
-        from matplotlib import pyplot
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError("drawing a mask needs matplotlib: pip install 'tilewright[bench]'") from error
 
         self._check_fit(t, s)
         block_q, block_k = max(1, -(-t // pixels)), max(1, -(-s // pixels))

@@ -38,20 +38,18 @@ def assert_sinks_meet_the_oracle(implementation: str, case, dtype: str, seed: in
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=case.name, marks=[] if case.name in ("many_rows", "one_head") else [pytest.mark.slow])
-        for case in CASES
-    ],
+    [pytest.param(case, id=case.name, marks=[] if case.name == "one_head" else [pytest.mark.slow]) for case in CASES],
 )
 def test_their_gradient_in_plain_jax(case) -> None:
     for seed in range(3):
         assert_sinks_meet_the_oracle("xla", case, "bfloat16", seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=[] if case.name == "tiny" else [pytest.mark.slow])
+        pytest.param(case, dtype, id=f"{case.name}-{dtype}")
         for case in CASES
         for dtype in (["float32", "bfloat16"] if case.name == "window" else ["bfloat16"])
     ],

@@ -364,6 +364,7 @@ def test_any_shape_through_many_blocks(op: str, implementation: str, t, heads, k
         assert result.verdict.error.relative < 5e-6, f"{result.quantity}: {result.verdict}"
 
 
+@pytest.mark.slow
 def test_wide_heads_in_the_kernel() -> None:
     arrays = draw("gated_delta_rule", 20, hv=1, k=256, v=256)
     o, state = run("gated_delta_rule", arrays, "pallas_tpu")

@@ -35,6 +35,7 @@ def on_gpu(arrays, config=None):
         return jax.jit(lambda given: gated_delta_rule(**given, implementation="pallas_gpu", config=config))(arrays)
 
 
+@pytest.mark.slow
 def test_chunks_and_value_channels_that_are_not_whole():
     """Three chunks, the last of 22 tokens; channels of two warpgroups, the second's mostly padding."""
     arrays = draw()
@@ -57,6 +58,7 @@ def test_chunks_and_value_channels_that_are_not_whole():
     np.testing.assert_array_equal(on_gpu(later, DeltaRuleSm90Forward(block_v=128))[0][:, :t], got[0][:, :t])
 
 
+@pytest.mark.slow
 def test_like_keys_do_not_break_the_inverse():
     """One key 64 times with beta 1 and no decay: powers of A, rather than merged blocks, have terms of 1e18."""
     arrays = draw(t=64, width=64)
@@ -90,9 +92,8 @@ def test_the_levels_of_kda_have_every_pair_once_with_its_gates():
         np.testing.assert_array_equal(found, np.tri(CHUNK, dtype=int))
 
 
-@pytest.mark.parametrize(
-    "gate", [2.0, pytest.param(1.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", [2.0, 1.0, 4.0])
 def test_kda_with_gates_that_decay_too_far_for_one_level(gate: float):
     """By e^-100 in 64 tokens and half of that in 32; by less than one product can have; by more in 32 tokens."""
     case = _case("kda", "falls", 1, 70, 1, 64, 64, gate=gate, state=True)

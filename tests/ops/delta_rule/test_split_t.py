@@ -34,17 +34,18 @@ def on_gpu(op, splits):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "splits", "hv", "more"),
     [
         # Five chunks in splits of 2, 2 and 1: a transition between, a shorter last split, gates that let states through.
-        pytest.param("gated_delta_rule", 3, 1, {"gate": 0.03}, marks=pytest.mark.slow),
+        ("gated_delta_rule", 3, 1, {"gate": 0.03}),
         ("kda", 3, 1, {"gate": 0.03}),
         # One split per chunk, segments that end inside splits, grouped heads, widths of three tiles of 64.
-        pytest.param("gated_delta_rule", 5, 2, {"segments": 3, "v": 80}, marks=pytest.mark.slow),
-        pytest.param("kda", 5, 2, {"segments": 3, "v": 80}, marks=pytest.mark.slow),
-        pytest.param("delta_rule", 3, 1, {"k": 128, "v": 128}, marks=pytest.mark.slow),
-        pytest.param("kda", 4, 1, {"k": 128, "v": 128, "gate": 30.0}, marks=pytest.mark.slow),
+        ("gated_delta_rule", 5, 2, {"segments": 3, "v": 80}),
+        ("kda", 5, 2, {"segments": 3, "v": 80}),
+        ("delta_rule", 3, 1, {"k": 128, "v": 128}),
+        ("kda", 4, 1, {"k": 128, "v": 128, "gate": 30.0}),
     ],
 )
 def test_values_and_gradients(op, splits, hv, more):
@@ -73,7 +74,8 @@ def test_two_splits_are_two_calls_chained_to_the_bit(op):
     np.testing.assert_array_equal(final, state)
 
 
-@pytest.mark.parametrize("op", [pytest.param("gated_delta_rule", marks=pytest.mark.slow), "kda"])
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
 def test_nothing_later_changes_what_was(op):
     """To the bit, inside a chunk and in the splits after it, where values are not even finite."""
     arrays, t = drawn(op, 300, gate=0.01).draw("bfloat16", 0), 150

@@ -160,6 +160,7 @@ TINY_BLOCKS = {
 }
 
 
+@pytest.mark.slow
 @implementations("pallas_tpu", "xla")
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(n=st.integers(1, 70), h=st.integers(1, 300), v=st.integers(1, 400), cap=st.sampled_from([None, 3.0]))

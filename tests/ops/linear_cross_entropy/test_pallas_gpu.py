@@ -34,6 +34,7 @@ def draw(n: int = 12, h: int = 16, v: int = 40, seed: int = 0):
     return x, w, jax.random.randint(keys[2], (n,), 0, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -52,6 +53,7 @@ def test_many_small_tiles_meet_the_oracle(case) -> None:
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
 
+@pytest.mark.slow
 def test_labels_that_are_ignored_or_out_of_range() -> None:
     """-100 counts nothing; any other label outside the vocabulary is NaN in its row, and in no other."""
     x, w, labels = draw()
@@ -71,6 +73,7 @@ def test_labels_that_are_ignored_or_out_of_range() -> None:
     assert np.all(np.isfinite(np.asarray(dx, np.float32)[others]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [-90.0, 90.0])
 def test_padding_beside_logits_that_are_all_far_from_zero(offset: float) -> None:
     """Columns past V have logits of 0, which must count nothing where all others are near -1,000 or 1,000."""

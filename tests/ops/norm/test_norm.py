@@ -108,6 +108,7 @@ def test_the_variance_survives_a_large_mean() -> None:
 
 # Narrow heads side by side (64: in pairs, and alone where they do not pair; 32), ragged last columns, several chunks of
 # columns. A v5p has two TensorCores per device, so its sums over rows have two parts, which do not divide five blocks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "chip", "shape"),
     [

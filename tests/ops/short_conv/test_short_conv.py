@@ -203,11 +203,12 @@ def test_weights_may_be_float32_and_their_gradients_are(implementation: str) -> 
 
 
 # Ragged edges in time and channels, several tiles per block, every kind of filter; a v5p has two TensorCores per device.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "b", "t", "d", "width", "segments"),
     [
         ("v6e", 1, 1, 1, 8, False),
-        pytest.param("v5p", 2, 200, 300, 3, True, marks=pytest.mark.slow),
+        ("v5p", 2, 200, 300, 3, True),
         ("v6e", 1, 100, 130, 8, True),
     ],
 )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from tilewright.core.chip import LANES, Chip
+from tilewright.core.chip import LANES
 from tilewright.core.implementation import Launch
 from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.ops.delta_rule.call import DeltaRuleCall
@@ -29,22 +29,11 @@ from tilewright.ops.delta_rule.wy_transform import Chunk, Gates, Masks, Segments
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel
 
 _FLOAT32_BYTES = 4
-_MOST_HEADS = 4
 # Arrays of a pair of heads, [C, 2 K] or [C, 2 V], that the algebra of a chunk keeps in VMEM beside blocks and scratch.
 _TEMPORARIES = 32
 
 Order = Callable[[Any], Any]
 """Maps the step of the last grid axis to the block of tokens that it processes."""
-
-
-def choose_heads(call: DeltaRuleCall, chip: Chip, vmem_bytes: Callable[[int], int]) -> int:
-    """The most heads per block whose kernel fits the chip's VMEM; 1 if none does."""
-    h, hv = call.q.shape[2], call.v.shape[2]
-    group = hv // h
-    # The heads of a block share query heads evenly: they are whole groups, or a group is whole blocks.
-    allowed = [n for n in range(_MOST_HEADS, 0, -1) if hv % n == 0 and (n % group == 0 or group % n == 0)]
-    fitting = [n for n in allowed if chip.vmem_bytes is None or vmem_bytes(n) <= chip.vmem_bytes]
-    return fitting[0] if fitting else 1
 
 
 def unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:

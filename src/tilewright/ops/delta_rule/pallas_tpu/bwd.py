@@ -32,7 +32,6 @@ from tilewright.ops.delta_rule.config import DeltaRuleTpuBackward
 from tilewright.ops.delta_rule.gates import LOWEST_GATE
 from tilewright.ops.delta_rule.pallas_tpu.blocks import (
     Layout,
-    choose_heads,
     chunk_of,
     cost,
     input_arrays,
@@ -45,7 +44,7 @@ from tilewright.ops.delta_rule.pallas_tpu.blocks import (
 from tilewright.ops.delta_rule.wy_transform import Chunk, advance, decay_of, inverses, scores
 from tilewright.pallas.tpu.kernel import Block, Kernel, Output
 
-_CHUNK, _BLOCK_CHUNKS = 64, 8
+_CHUNK, _BLOCK_CHUNKS, _MOST_HEADS = 64, 8, 4
 
 
 def token_blocks(chip: Chip, call: DeltaRuleCall) -> tuple[int, int]:
@@ -58,11 +57,16 @@ def token_blocks(chip: Chip, call: DeltaRuleCall) -> tuple[int, int]:
     return chunk, block_chunks
 
 
-def _heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleTpuBackward:
-    def vmem_bytes(heads: int) -> int:
-        return _vmem_bytes(_expected_layout(call, Launch(chip, DeltaRuleTpuBackward(heads), None)))
-
-    return DeltaRuleTpuBackward(choose_heads(call, chip, vmem_bytes))
+def backward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleTpuBackward:
+    """The most heads per block whose kernel fits the chip's VMEM; 1 if none does."""
+    h, hv = call.q.shape[2], call.v.shape[2]
+    group = hv // h
+    # The heads of a block share query heads evenly: they are whole groups, or a group is whole blocks.
+    for heads in (n for n in range(_MOST_HEADS, 1, -1) if hv % n == 0 and (n % group == 0 or group % n == 0)):
+        config = DeltaRuleTpuBackward(heads)
+        if _vmem_bytes(_expected_layout(call, Launch(chip, config, None))) <= (chip.vmem_bytes or math.inf):
+            return config
+    return DeltaRuleTpuBackward(1)
 
 
 def _expected_layout(call: DeltaRuleCall, launch: Launch) -> Layout:
@@ -286,7 +290,7 @@ def _backward(call: DeltaRuleCall, saved: Any, cotangents: Any, launch: Launch) 
 BACKWARD = Pass(
     _backward,
     config=DeltaRuleTpuBackward,
-    heuristic=_heuristic,
+    heuristic=backward_heuristic,
     unsupported_reason=unsupported_reason,
     memory=lambda call, launch: {"backward": _vmem_bytes(_expected_layout(call, launch))},
     memory_fields="fewer heads",

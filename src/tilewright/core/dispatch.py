@@ -306,8 +306,7 @@ def find_op(name: str) -> Op:
     return _registry[name]
 
 
-# Decisions are noted here while `explain` traces. The user context makes JAX's caches miss, so that every op decides
-# anew.
+# Decisions are noted here while `explain` traces. The user context makes JAX's caches miss, so that every op decides.
 _noted: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar("tilewright_decisions", default=None)
 _explaining = jax.make_user_context(0)
 _explain_calls = itertools.count(1)

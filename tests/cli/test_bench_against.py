@@ -65,6 +65,7 @@ def test_all_of_them_on_a_cpu(tmp_path: Path) -> None:
     assert [record.metrics.get("peer") for record in records] == [None, True, None]
 
 
+@pytest.mark.slow
 def test_a_ratio_is_for_those_that_agree(tmp_path: Path) -> None:
     done = with_made_up_peers(
         *("bench", "rms_norm", "--against", "numpy,a_mistake,an_error", "--implementation", "xla"),
@@ -93,6 +94,7 @@ def _rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("│")]
 
 
+@pytest.mark.slow
 def test_it_is_shipped_like_the_other_options(tmp_path: Path) -> None:
     done = tilewright(
         *("bench", "flash_attention", "--against", "jax,fla", "--implementation", "xla", "--case", "odd"),

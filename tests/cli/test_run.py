@@ -202,6 +202,7 @@ def test_bench_on_local_shows_the_same_table_and_fetches_its_records(tmp_path: P
     assert "--plot" not in job.command
 
 
+@pytest.mark.slow
 def test_check_on_local_returns_its_exit_code(tmp_path: Path) -> None:
     done = tilewright(
         "check", "rms_norm", "--implementation", "xla", "--dtype", "float32", "--on", "local", cwd=tmp_path

@@ -78,6 +78,7 @@ def test_whole_sequences_chunks_and_tokens_agree(name: str, dtype: str) -> None:
     close(jnp.moveaxis(ys, 0, 1), whole, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kda", "softmax"])
 def test_the_best_implementation_agrees_with_the_reference(name: str) -> None:
     """Values and every gradient, over several chunks: the default implementation against the recurrence."""

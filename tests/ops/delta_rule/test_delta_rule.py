@@ -337,6 +337,7 @@ TINY_BLOCKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "implementation"),
     [
@@ -396,8 +397,8 @@ def test_memory_beyond_the_results_does_not_grow_with_the_states(op: str) -> Non
 @pytest.mark.parametrize(
     ("op", "implementation"),
     [
-        ("gated_delta_rule", "pallas_tpu"),
-        ("gated_delta_rule", "xla"),
+        pytest.param("gated_delta_rule", "pallas_tpu", marks=pytest.mark.slow),
+        pytest.param("gated_delta_rule", "xla", marks=pytest.mark.slow),
         ("kda", "xla"),
         pytest.param("kda", "pallas_tpu", marks=pytest.mark.slow),
         pytest.param("delta_rule", "xla", marks=pytest.mark.slow),

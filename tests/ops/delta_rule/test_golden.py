@@ -32,7 +32,7 @@ BY_DEFAULT = ("gva", "strong_gate")
 def every_file_and_implementation() -> list[Any]:
     pairs = []
     for name, implementation in itertools.product(FILES, ("pallas_tpu", "xla", "reference")):
-        by_default = name.endswith(BY_DEFAULT) and not name.startswith("delta_rule")
+        by_default = name.endswith(BY_DEFAULT) and name.startswith("kda")
         slow = needs_interpreter(implementation) and not by_default
         pairs.append(pytest.param(name, implementation, marks=[pytest.mark.slow] if slow else []))
     return pairs

@@ -135,6 +135,7 @@ def test_two_calls_chained_by_the_state_are_one(implementation: str) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_split_of_packed_sequences() -> None:
     """Inside a segment the state goes on; between two it must not, and the docstring's `where` sees to it."""
     x, w, *_ = draw(t=10)

@@ -4,9 +4,8 @@ A call says which of its axes are independent of each other (`Call.independent`)
 sharded along such an axis stays where it is. Where other arrays are sharded over a mesh axis and this one is not, it is
 replicated along that mesh axis, and its gradient is summed over it.
 
-Explicit mesh axes are part of an array's type: there the call runs inside `jax.shard_map` (`run_explicit`). Auto axes
-are known to the compiler alone: there each pass is a `custom_partitioning` (`partitioned`), which says how the axes of
-its operands and results belong together, and what a device runs on its part.
+Explicit mesh axes are part of an array's type: there the call runs inside `jax.shard_map`, whose own rules sum the
+gradients of replicated arrays. Auto axes are known to the compiler alone, and kernels have no rule for them yet.
 """
 
 import math
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -62,50 +60,45 @@ def _entries(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return given + [()] * (ndim - len(given))
 
 
-def placement_of(
-    op: str, axes: Axes, specs: Mapping[str, Any], mesh_shape: Mapping[str, int], *, refuse: bool
+def _placement(
+    op: str, axes: Axes, specs: Mapping[str, Any], mesh_shape: Mapping[str, int]
 ) -> dict[str, tuple[str, ...]]:
     """Where the independent axes of a call lie, from the shardings of its arrays; the first array that says so decides.
 
-    With `refuse`, a sharding along any other axis is an error. Without, it is left out: the array is gathered there.
+    A sharding along any other axis is an error.
     """
     placement: dict[str, tuple[str, ...]] = {}
     for name, spec in specs.items():
         for letter, mesh_axes in zip(axes.arrays[name], _entries(spec, len(axes.arrays[name])), strict=True):
             if not mesh_axes:
                 continue
-            shown = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+            where = (
+                f"{name} is sharded over mesh axis {mesh_axes[0]!r}"
+                if len(mesh_axes) == 1
+                else f"{name} is sharded over mesh axes {mesh_axes}"
+            )
             group = axes.group.get(letter)
             if group is None:
-                if refuse:
-                    allowed = ", ".join(sorted(set(axes.group))) or "none"
-                    raise ValueError(
-                        f"{op}: {name} is sharded over mesh axis {shown!r} along its axis {letter or 'of size 1'}, and "
-                        f"{op} can be cut along {allowed} only; pass jax.sharding.reshard({name}, ...) without it, or "
-                        f"use jax.shard_map and exchange what the shards need"
-                    )
-                continue
+                allowed = ", ".join(sorted(set(axes.group))) or "none"
+                raise ValueError(
+                    f"{op}: {where} along its axis {letter or 'of size 1'}, and {op} can be cut along {allowed} only; "
+                    f"pass jax.sharding.reshard({name}, ...) without it, or use jax.shard_map and exchange what the "
+                    f"shards need"
+                )
             used = {axis for other, each in placement.items() if other != group for axis in each}
             if used & set(mesh_axes):
-                if refuse:
-                    raise ValueError(
-                        f"{op}: {name} is sharded over mesh axis {shown!r} along its axis {letter}, and another axis "
-                        f"of this call is sharded over it too; pass jax.sharding.reshard({name}, ...) without it"
-                    )
-                continue
-            placement.setdefault(group, mesh_axes)
-    for group, mesh_axes in list(placement.items()):
-        parts = math.prod(mesh_shape[axis] for axis in mesh_axes)
-        letters = [letter for letter, of in axes.group.items() if of == group and letter in axes.sizes]
-        for letter in letters:
-            if axes.sizes[letter] % parts == 0:
-                continue
-            if refuse:
                 raise ValueError(
-                    f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, over mesh axes {mesh_axes}; "
-                    f"use a mesh whose axes divide it, or reshard the arrays without them"
+                    f"{op}: {where} along its axis {letter}, and another axis of this call is sharded over it too; pass "
+                    f"jax.sharding.reshard({name}, ...) without it"
                 )
-            placement.pop(group, None)
+            placement.setdefault(group, mesh_axes)
+    for letter, group in axes.group.items():
+        parts = math.prod(mesh_shape[axis] for axis in placement.get(group, ()))
+        if letter in axes.sizes and axes.sizes[letter] % parts:
+            raise ValueError(
+                f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, over mesh axes "
+                f"{placement[group]}; use a mesh whose axes divide it, or reshard the arrays without them"
+            )
     return placement
 
 
@@ -122,7 +115,7 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
         return function(call)
     mesh, axes = meshes[0], Axes(call)
     specs = {name: sharding.spec for name, sharding in shardings.items()}
-    placement = placement_of(op, axes, specs, dict(mesh.shape), refuse=True)
+    placement = _placement(op, axes, specs, dict(mesh.shape))
     specs = {name: axes.spec(letters, placement) for name, letters in axes.arrays.items()}
     placed = {name: jax.sharding.reshard(value, NamedSharding(mesh, specs[name])) for name, value in given.items()}
     outputs = tuple(axes.spec(axes.of(spelled, len(spelled.split())), placement) for spelled in call.outputs)
@@ -135,108 +128,3 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
         axis_names=set(free),
     )
     return run(call.with_arrays(placed))
-
-
-def partitioned(
-    op: str,
-    call: Call,
-    function: Callable[..., Any],
-    operands: tuple[Any, ...],
-    spelled: tuple[Any, ...],
-    *,
-    sums: bool,
-) -> Any:
-    """`function(call, *operands)`, which the partitioner runs on each device's part of a call.
-
-    `spelled` has the letters of each array in `operands`, as pytrees of strings; results are spelled by `function`, which
-    returns them beside their letters. With `sums`, a result without an axis that the call is cut along is summed over it:
-    the gradient of a shared array.
-    """
-    axes = Axes(call)
-    arrays, tree = jax.tree.flatten((call, operands))
-    given = [axes.arrays[name] for name in call.arrays if getattr(call, name) is not None]
-    texts = jax.tree.leaves(spelled)
-    letters = [*given, *(axes.of(text, x.ndim) for text, x in zip(texts, arrays[len(given) :], strict=True))]
-    seen: dict[str, Any] = {}
-
-    def run(arrays: tuple[Any, ...]) -> list[Any]:
-        call, operands = tree.unflatten(arrays)
-        results, texts = function(call, *operands)
-        leaves, seen["tree"] = jax.tree.flatten(results)
-        seen["letters"] = [axes.of(text, x.ndim) for text, x in zip(jax.tree.leaves(texts), leaves, strict=True)]
-        return leaves
-
-    def partition(mesh: Any, shapes: Any, _: Any) -> Any:
-        specs = [shape.sharding.spec for shape in shapes]
-        names = [name for name in call.arrays if getattr(call, name) is not None]
-        placement = placement_of(op, axes, dict(zip(names, specs, strict=False)), dict(mesh.shape), refuse=False)
-
-        def place(each: list[Letters]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, axes.spec(one, placement)) for one in each)
-
-        def on_part(*arrays: Any) -> tuple[Any, ...]:
-            results = run(arrays)
-            if sums:
-                for n, each in enumerate(seen["letters"]):
-                    missing = [
-                        a for group, every in placement.items() if group not in map(axes.group.get, each) for a in every
-                    ]
-                    results[n] = jax.lax.psum(results[n], tuple(missing)) if missing else results[n]
-            return tuple(results)
-
-        wanted = seen["letters"]
-        return mesh, on_part, place(wanted), place(letters)
-
-    def rule(*_: Any) -> tuple[str, dict[str, Any]]:
-        return _sharding_rule(axes, letters, [x.shape for x in arrays], seen["letters"], seen["shapes"])
-
-    @custom_partitioning
-    def flat(*arrays: Any) -> tuple[Any, ...]:
-        leaves = run(arrays)
-        seen["shapes"] = [x.shape for x in leaves]
-        return tuple(leaves)
-
-    flat.def_partition(partition=partition, sharding_rule=rule)
-    results = flat(*arrays)
-    return seen["tree"].unflatten(results)
-
-
-def _sharding_rule(
-    axes: Axes, operands: list[Letters], operand_shapes: list[Any], results: list[Letters], result_shapes: list[Any]
-) -> tuple[str, dict[str, Any]]:
-    """Shardy's rule: a factor per independent axis, and one per other axis, which has to be whole on each device."""
-    base = {
-        group: min(axes.sizes[letter] for letter, of in axes.group.items() if of == group and letter in axes.sizes)
-        for group in set(axes.group.values())
-        if group in axes.sizes
-    }
-    names = {group: f"i{n}" for n, group in enumerate(sorted(base))}
-    sizes: dict[str, int] = {}
-    whole: list[str] = []
-
-    def fresh(size: int) -> str:
-        whole.append(f"w{len(whole)}")
-        sizes[whole[-1]] = size
-        return whole[-1]
-
-    def spell(letters: Letters, shape: tuple[int, ...]) -> str:
-        parts = []
-        for letter, size in zip(letters, shape, strict=True):
-            group = axes.group.get(letter)
-            if group is None:
-                parts.append(fresh(size))
-            elif size == base[group]:
-                parts.append(names[group])
-            else:
-                parts.append(f"({names[group]} {fresh(size // base[group])})")
-        return " ".join(parts)
-
-    left = ", ".join(spell(letters, shape) for letters, shape in zip(operands, operand_shapes, strict=True))
-    right = ", ".join(spell(letters, shape) for letters, shape in zip(results, result_shapes, strict=True))
-    compound = {name: base[group] for group, name in names.items()}
-    used = {
-        name: size
-        for name, size in (sizes | compound).items()
-        if f"({name} " in left + right or f" {name})" in left + right
-    }
-    return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **used}

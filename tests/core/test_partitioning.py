@@ -1,0 +1,80 @@
+"""Arrays sharded over Explicit mesh axes: each device runs its own part, and results carry the sharding one expects."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tilewright
+
+B, T, H, D = 4, 16, 4, 16
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def heads() -> dict[str, tuple[jax.Array, P]]:
+    spec = P("data", None, "model", None)
+    return {name: (draw(B, T, H, D, seed=n), spec) for n, name in enumerate("qkv")}
+
+
+CALLS = {
+    "rms_norm": {"x": (draw(B, T, D), P("data", "model", None)), "w": (draw(D), P(None))},
+    "short_conv": {"x": (draw(B, T, D), P("data", None, "model")), "w": (draw(4, D), P(None, "model"))},
+    "apply_rope": {"x": (draw(B, T, H, D), P("data", None, "model", None))},
+    "flash_attention": heads(),
+    "gated_delta_rule": heads()
+    | {
+        "g": (-jax.nn.sigmoid(draw(B, T, H, seed=5)), P("data", None, "model")),
+        "beta": (jax.nn.sigmoid(draw(B, T, H, seed=6)), P("data", None, "model")),
+    },
+}
+EXPECTED = {
+    "rms_norm": ["float32[4@data,16@model,16]"],
+    "short_conv": ["float32[4@data,16,16@model]", "float32[4@data,3,16@model]"],
+    "apply_rope": ["float32[4@data,16,4@model,16]"],
+    "flash_attention": ["float32[4@data,16,4@model,16]"],
+    "gated_delta_rule": ["float32[4@data,16,4@model,16]", "float32[4@data,4@model,16,16]"],
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_values_and_gradients_are_those_of_one_device(op: str, mesh) -> None:
+    options = {"normalize_qk": True} if op == "gated_delta_rule" else {}
+
+    def call(arrays: dict[str, jax.Array]):
+        return getattr(tilewright, op)(**arrays, **options, implementation="xla")
+
+    def loss(arrays: dict[str, jax.Array]) -> jax.Array:
+        return sum((jnp.mean(jnp.square(out)) for out in jax.tree.leaves(call(arrays))), start=jnp.zeros(()))
+
+    whole = {name: value for name, (value, _) in CALLS[op].items()}
+    expected = jax.jit(call)(whole), jax.jit(jax.grad(loss))(whole)
+    cut = {name: jax.device_put(value, NamedSharding(mesh, spec)) for name, (value, spec) in CALLS[op].items()}
+    with jax.set_mesh(mesh):
+        outputs, gradients = jax.jit(call)(cut), jax.jit(jax.grad(loss))(cut)
+    assert [str(jax.typeof(out)) for out in jax.tree.leaves(outputs)] == EXPECTED[op]
+    for got, want in zip(jax.tree.leaves((outputs, gradients)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(jax.device_get(got), want, rtol=1e-4, atol=1e-5)
+
+
+def test_an_axis_that_cannot_be_cut_is_refused_with_the_way_out(mesh) -> None:
+    x = jax.device_put(draw(B, T, D), NamedSharding(mesh, P(None, None, "model")))
+    told = r"rms_norm: x is sharded over mesh axis 'model' along its axis D, .*tokens.* only; pass jax.sharding.reshard"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=told):
+        tilewright.rms_norm(x, jnp.ones(D))
+
+
+def test_heads_that_the_mesh_does_not_divide_are_refused(mesh) -> None:
+    q = jax.device_put(draw(B, T, 4, D), NamedSharding(mesh, P(None, None, "model", None)))
+    k = draw(B, T, 1, D)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"flash_attention: KV=1 cannot be cut into 2 parts"):
+        tilewright.flash_attention(q, k, k)

@@ -50,7 +50,9 @@ def test_a_small_comparison_from_end_to_end(tmp_path: Path) -> None:
         assert record.metrics["tokens_per_s"] == pytest.approx(16 / record.median_s)
         assert record.metrics["first_step_s"] > 0
         assert record.metrics["peak_bytes"] > record.metrics["temp_bytes"] > 0
-        assert list(record.configs) == (["forward"] if record.mode == "forward" else ["forward", "backward"])
+        # The delta rule's xla backward has no config: it follows the blocks that the forward saved.
+        both = record.mode == "forward+backward" and record.op == "Attention"
+        assert list(record.configs) == (["forward", "backward"] if both else ["forward"])
     recall = [r for r in records if r.case.startswith("recall_")]
     assert {(r.op, r.metrics["pairs"]) for r in recall} == {
         (op, n) for op in ("Attention", "DeltaNet") for n in (2, 4, 8)

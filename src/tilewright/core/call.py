@@ -26,9 +26,7 @@ _C = TypeVar("_C", bound="Call")
 
 
 def array(*, batch: bool = False, differentiable: bool = True) -> Any:
-    """Declares an array of a call. `batch`: its first axis is the batch, and all such arrays have the same batch (or
-    1).
-    """
+    """Declares an array of a call. `batch`: its first axis is the batch, of one size for all such arrays, or 1."""
     return dataclasses.field(metadata={"array": True, "batch": batch, "differentiable": differentiable})
 
 
@@ -77,9 +75,7 @@ class Call:
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
     def bucket(self) -> Mapping[str, Any]:
-        """What configs are tuned for: sizes of this call, rounded where nearby sizes share a config. See
-        `power_of_two`.
-        """
+        """What configs are tuned for: sizes of this call, rounded (`power_of_two`) where nearby ones share a config."""
         raise NotImplementedError
 
     @property
@@ -142,6 +138,7 @@ class Call:
         return self, batched
 
     def with_arrays(self: _C, changed: Mapping[str, Any]) -> _C:  # noqa: PYI019
+        """This call with some of its arrays replaced, by anything: shapes, flags and shardings, too."""
         return _bare(type(self), {**vars(self), **changed})
 
 
@@ -200,9 +197,7 @@ def can_merge(call: Call, batched: Call, *, backward: bool) -> bool:
 
 
 def merge_array(x: Any, is_batched: bool, size: int, how: str, batch: int | None = None) -> Any:
-    """One array of a vmapped call, as the array of the larger call. `batch`: what its first axis is broadcast to
-    before.
-    """
+    """One array of a vmapped call, as that of the larger call. `batch`: what its first axis is broadcast to before."""
     if isinstance(x, jax.ShapeDtypeStruct):  # Not read by the backward pass; its shape is.
         shape = (size, *x.shape) if how == "stacked" else (size * (batch or x.shape[0]), *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype)

@@ -105,7 +105,7 @@ class Chip:
 
 
 # TFLOP/s by dtype; HBM in GiB and GB/s; TensorCores, and those of one JAX device; MXUs of a core and their width; VMEM
-# of a core in MiB; # chips of a host; and how the chip is called where it is rented.
+# of a core in MiB; chips of a host; and how the chip is called where it is rented.
 _TPUS = """
 name device kinds           bf16 int8 fp8  HBM GB/s cores device MXUs width VMEM host rented
 v4   TPU v4                 275  275  -    32  1200 2     2      4    128   16   4    v4

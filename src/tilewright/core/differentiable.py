@@ -14,19 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from tilewright.core.call import Call, Static, batch_size, can_merge, element_of, merge, merge_array, split_array
-from tilewright.core.implementation import Implementation, Launch
+from tilewright.core.implementation import Implementation
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What runs a call: an implementation, by name, and what was decided for each of its passes."""
+    """What runs a call: an implementation, and the decision (core/dispatch.py) that took it, which `explain` shows."""
 
-    name: str
     implementation: Implementation
-    forward: Launch
-    backward: Launch | None
     decision: Any
-    """What `explain` shows."""
 
 
 @runtime_checkable
@@ -85,13 +81,13 @@ def _forward(request: Request, call: Call, *, save: bool) -> tuple[Any, Any, Sta
         settled = request.settle(call, differentiated=save)
         request.note(settled.decision)
         noted.append(settled.decision)
-        run, launch = settled.implementation.forward.run, settled.forward
+        run, launch = settled.implementation.forward.run, settled.decision.forward.launch
         with launch.active():
             if save and settled.implementation.backward is None:
                 outputs, saved = jax.vjp(lambda call: run(call, launch, save=False)[0], call)
             else:
                 outputs, saved = run(call, launch, save=save)
-        return outputs, saved if save else None, Static(settled.name)
+        return outputs, saved if save else None, Static(settled.decision.implementation)
 
     @jax.custom_batching.custom_vmap
     def function(call: Call) -> tuple[Any, Any, Static]:
@@ -121,8 +117,8 @@ def _backward(
     def body(call: Call, saved: Any, cotangents: Any) -> Call:
         whole = call.with_arrays(dropped)
         settled = request.settle(whole, differentiated=True, chosen=chosen)
-        backward, launch = settled.implementation.backward, settled.backward
-        if backward is None or launch is None:
+        backward, launch = settled.implementation.backward, settled.decision.backward.launch
+        if backward is None:
             return saved(cotangents)[0]
         with launch.active():
             return backward.run(whole, saved, cotangents, launch)

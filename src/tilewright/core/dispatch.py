@@ -177,11 +177,11 @@ class Op:
             if reason is None:
                 found, reason = self._for_architecture(name, launch_chip)
             if reason is None and found is not None:
-                forward = _decide_pass(found.forward, "forward", call, launch_chip, configs, interpret)
+                forward = _decide_pass(found.forward, call, launch_chip, configs, interpret)
                 backward = (
                     PassDecision(None, note="JAX differentiates the forward pass")
                     if found.backward is None
-                    else _decide_pass(found.backward, "backward", call, launch_chip, configs, interpret)
+                    else _decide_pass(found.backward, call, launch_chip, configs, interpret)
                 )
                 reason = forward.refusal or (backward.refusal if differentiated else None)
                 if reason is None:
@@ -248,11 +248,11 @@ def _architecture_name(architecture: tuple[int, int] | None) -> str:
 
 
 def _decide_pass(
-    one: Pass, direction: str, call: Call, chip: Chip, configs: tuple[Config, ...], interpret: Interpret | None
+    one: Pass, call: Call, chip: Chip, configs: tuple[Config, ...], interpret: Interpret | None
 ) -> PassDecision:
     config, source = one.config_for(chip, call, configs)
     launch = Launch(chip, config, interpret)
-    return PassDecision(launch, source, one.refusal(call, launch, direction), one.note)
+    return PassDecision(launch, source, one.refusal(call, launch), one.note)
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,7 @@ class _Request:
 
     def settle(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> Settled:
         decision, found = self.decide(call, differentiated=differentiated, chosen=chosen)
-        assert decision.forward.launch is not None
-        return Settled(decision.implementation, found, decision.forward.launch, decision.backward.launch, decision)
+        return Settled(found, decision)
 
     def note(self, decision: Decision) -> None:
         # JAX may trace a call twice to differentiate it: inside of `jax.jit` for its value, and again for what is saved.

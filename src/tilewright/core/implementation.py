@@ -2,8 +2,7 @@
 
 An op family is a folder with a file (or a package) per implementation, whose name is the implementation's. It has
 
-    IMPLEMENTATION = Implementation(forward=Pass(run=_forward, config=NormTpuForward, heuristic=...),
-    backward=Pass(...))
+    IMPLEMENTATION = Implementation(forward=Pass(_forward, NormTpuForward, ...), backward=Pass(...))
 
 or a tuple of them, one per GPU architecture; or a mapping from the op's name, where the ops of a family differ.
 """
@@ -24,9 +23,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Launch:
-    """What was decided for one pass: the chip it is for, its config, and the interpreter, if it runs in one.
-    Hashable.
-    """
+    """What was decided for one pass: its chip, its config, and the interpreter, if it runs in one. Hashable."""
 
     chip: Chip
     config: Any
@@ -34,9 +31,7 @@ class Launch:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes the chip and the interpreter current. A backward may be traced after the contexts of its forward
-        closed.
-        """
+        """Makes the chip and the interpreter current: a backward may be traced after its forward's contexts closed."""
         with target(self.chip), interpreting_as(self.interpret):
             yield
 
@@ -68,7 +63,7 @@ class Pass:
     note: str = ""
     """What `explain` should say about this pass beside its config, such as whose gradient it is."""
 
-    def refusal(self, call: Any, launch: Launch, direction: str) -> str | None:
+    def refusal(self, call: Any, launch: Launch) -> str | None:
         """Why this pass cannot run, by its own rules and by its memory."""
         if self.unsupported_reason is not None and (reason := self.unsupported_reason(call, launch)) is not None:
             return reason

@@ -27,7 +27,6 @@ class Axes:
     """The letters of a call's axes, and which of them may be sharded together."""
 
     def __init__(self, call: Call):
-        self.call = call
         named = {name: call.letters(name, len(value.shape)) for name, value in call.given().items()}
         self.sizes: dict[str, int] = {}
         for name, value in call.given().items():
@@ -42,12 +41,10 @@ class Axes:
             "" if size == 1 < self.sizes[letter] else letter for letter, size in zip(letters, shape, strict=True)
         )
 
-    def of(self, spelled: str, ndim: int) -> Letters:
-        """The letters of a result or a saved array that is spelled "B HV ...": axes behind the dots are no call's."""
-        letters = [letter for letter in spelled.split() if letter != "..."]
+    def of(self, spelled: str) -> Letters:
+        """The letters of an output, spelled such as "B T HV V"."""
         leading = [letter for letter in self.sizes if letter.startswith("tokens")]
-        expanded = [each for letter in letters for each in (leading if letter == "*tokens" else [letter])]
-        return (*expanded, *([""] * (ndim - len(expanded))))
+        return tuple(each for letter in spelled.split() for each in (leading if letter == "*tokens" else [letter]))
 
     def spec(self, letters: Letters, placement: Placement) -> P:
         entries = [placement.get(self.group.get(letter, ""), ()) for letter in letters]
@@ -118,7 +115,7 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
     placement = _placement(op, axes, specs, dict(mesh.shape))
     specs = {name: axes.spec(letters, placement) for name, letters in axes.arrays.items()}
     placed = {name: jax.sharding.reshard(value, NamedSharding(mesh, specs[name])) for name, value in given.items()}
-    outputs = tuple(axes.spec(axes.of(spelled, len(spelled.split())), placement) for spelled in call.outputs)
+    outputs = tuple(axes.spec(axes.of(spelled), placement) for spelled in call.outputs)
     free = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
     run = jax.shard_map(
         function,

@@ -81,7 +81,7 @@ class TestGatedDeltaRule(DeltaRuleContract):
 class TestKda(DeltaRuleContract):
     op_name = "kda"
     # With heads of 16 the Hopper kernel misses the bound of one element of dq by 9 % (0.0083, allowed 0.0077; relative
-    # error 0.0018, # allowed 0.0033): few terms, one draw. The initial state is rounded to bfloat16 once there.
+    # error 0.0018, allowed 0.0033): few terms, one draw. The initial state is rounded to bfloat16 once there.
     widths = (40, 40)
 
 

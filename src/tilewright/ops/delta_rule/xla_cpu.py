@@ -45,7 +45,7 @@ PRECISION = MatmulPrecision.FLOAT32_CPU
 _dot = functools.partial(batched_dot, precision=PRECISION)
 
 # The work inside a chunk grows with its length, and the work on the state falls. 64 tokens take 1.06 times as long as
-# 32, # and 16 take 1.13 (delta_rule, T4096, 4 heads of 128, float32, forward+backward, 2 cores of an aarch64).
+# 32, and 16 take 1.13 (delta_rule, T4096, 4 heads of 128, float32, forward+backward, 2 cores of an aarch64).
 CHUNK = 32
 # Fewer chunks per block compile sooner, and fewer states are recomputed. Blocks of 128 tokens take 1.04 times as long
 # as # 64, and 32 as long with half as much memory again (the same run).

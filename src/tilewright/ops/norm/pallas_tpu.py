@@ -48,14 +48,14 @@ from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.ops.norm.call import NormCall
 from tilewright.ops.norm.config import NormTpuBackward, NormTpuForward
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
 
 _CHUNK = 4 * LANES  # Columns of a wide row that are taken at a time.
 _NARROW = (32, 64)  # Widths of which several share the lanes.
 _WIDEST_SHARED_ROW = 16384
 
 # Block sizes to choose from, largest first. At 1 MiB the copy of a block outweighs the fixed cost of a grid step; that
-# is a guess # until it is timed on a chip.
+# is a guess until it is timed on a chip.
 _ROWS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 _BLOCK_BYTES = 1 * MIB
 _TILE_ELEMENTS = 32768  # 32 registers of float32, of the 64 there are.
@@ -78,9 +78,7 @@ def _choose(kind: Any, chip: Chip, call: NormCall, *, memory: Callable[[NormCall
 
 
 def _unsupported_reason(call: NormCall, launch: Launch) -> str | None:
-    if call.x.dtype == jnp.float64:
-        return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
-    return None
+    return not_float64(call.x)
 
 
 def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -359,7 +357,7 @@ def _backward_declaration(call: NormCall, launch: Launch) -> Kernel:
 
     def rows(dtype: Any) -> Block:
         # Where the parts do not divide the blocks, the last part repeats its last block: that writes the same dx again,
-        # and for dw # every row of it is past the end.
+        # and for dw every row of it is past the end.
         return Block((block_n, columns), dtype, lambda part, step: (jnp.minimum(part * steps + step, num_n - 1), 0))
 
     sums = Output(

@@ -53,7 +53,7 @@ from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.config import ShortConvTpuBackward, ShortConvTpuForward
 from tilewright.ops.short_conv.final_state import final_state, with_final_state
 from tilewright.ops.short_conv.xla import output_gradients
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
 
 # Largest first. At 1 MiB a block's copy outweighs the fixed cost of a grid step; that is a guess until timed on a chip.
 _TOKENS = (1024, 512, 256, 128, 64, 32, 16)
@@ -77,9 +77,7 @@ def _choose(kind: Any, chip: Chip, call: ShortConvCall, *, memory: Callable[[Sho
 
 
 def _unsupported_reason(call: ShortConvCall, launch: Launch) -> str | None:
-    if call.x.dtype == jnp.float64:
-        return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
-    return None
+    return not_float64(call.x)
 
 
 def _one_plus_tanh(h: jax.Array, dtype: Any) -> jax.Array:

@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 _WARPS = 4  # Of a warpgroup.
 
 # bf16x2: a float32 number as its bfloat16 (hi) and the rest (lo). bf16x3: the hi*hi, hi*lo and lo*hi terms of a product
-# of two # such numbers; lo*lo is below float32 precision.
+# of two such numbers; lo*lo is below float32 precision.
 BF16X3 = (0, 0), (0, 1), (1, 0)
 
 

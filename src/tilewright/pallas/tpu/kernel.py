@@ -31,6 +31,13 @@ _PIPELINE_BUFFERS = 2  # Pallas fetches the next block while this one is used.
 _WORD_BYTES = 4
 
 
+def not_float64(array: Any) -> str | None:
+    """Why a TPU kernel cannot take an array of float64, or None."""
+    if array.dtype != jnp.float64:
+        return None
+    return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
+
+
 @dataclass(frozen=True)
 class Axis:
     """An axis of the grid: its size, and whether its steps may run in any order and on either TensorCore."""

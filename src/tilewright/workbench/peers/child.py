@@ -32,7 +32,7 @@ def load_module(path: str | Path) -> ModuleType:
 
 
 def versions(distributions: tuple[str, ...]) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """The versions of the installed packages."""
     found = {}
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

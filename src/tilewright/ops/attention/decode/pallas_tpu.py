@@ -35,7 +35,7 @@ from tilewright.ops.attention.decode.call import DecodeCall
 from tilewright.ops.attention.decode.config import DecodeTpuForward
 from tilewright.ops.attention.pallas_tpu.tiles import dot_f32, pad_to
 from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, MASKED
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, padded_bytes
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64, padded_bytes
 
 _KEYS = 512  # Per step, as far as they fit.
 _MOST_HEADS = 4
@@ -65,8 +65,8 @@ def _fills_lanes(call: DecodeCall, block_heads: int) -> bool:
 
 def _unsupported_reason(call: DecodeCall, launch: Launch) -> str | None:
     config: DecodeTpuForward = launch.config
-    if call.q.dtype == jnp.float64:
-        return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
+    if (reason := not_float64(call.q)) is not None:
+        return reason
     heads = call.k.shape[2]
     if heads % config.block_heads or (config.block_heads != heads and not _fills_lanes(call, config.block_heads)):
         return (

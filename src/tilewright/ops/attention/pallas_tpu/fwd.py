@@ -69,7 +69,7 @@ from tilewright.ops.attention.pallas_tpu.tiles import (
     whole_lanes,
 )
 from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, SavedRows, outputs_of
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
 
 _FLOAT32_BYTES = 4
 # Bundles per 1,024 logits of a full block and of a masked tile, by the side of a block (v6e, D = 128, bfloat16,
@@ -106,9 +106,7 @@ def _bundles(config: AttentionTpuForward, call: AttentionCall) -> float:
 
 
 def _unsupported_reason(call: AttentionCall, launch: Launch) -> str | None:
-    if call.q.dtype == jnp.float64:
-        return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
-    return list_misfit(call, launch.config)
+    return not_float64(call.q) or list_misfit(call, launch.config)
 
 
 def _forward_kernel(

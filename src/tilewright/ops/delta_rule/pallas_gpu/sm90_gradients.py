@@ -69,7 +69,7 @@ SIDES = 2
 _GATE_STAGES = 2
 
 # What the kernel sums over channels or tokens, one row each: k . (u dS'^T); columns of the pairs' sums; what goes
-# through # exp(G_i), rows of the pairs' sums included; S . dS'. The last two are for a gate.
+# through exp(G_i), rows of the pairs' sums included; S . dS'. The last two are for a gate.
 _K_U_DS, _COLUMNS, _ROWS, _STATES = range(4)
 
 

@@ -26,7 +26,7 @@ from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.gates import LOWEST_GATE, coarse_and_fine
 from tilewright.ops.delta_rule.matmul_precision import MatmulPrecision
 from tilewright.ops.delta_rule.wy_transform import Chunk, Gates, Masks, Segments, halvings, masks
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, not_float64
 
 _FLOAT32_BYTES = 4
 # Arrays of a pair of heads, [C, 2 K] or [C, 2 V], that the algebra of a chunk keeps in VMEM beside blocks and scratch.
@@ -37,8 +37,8 @@ Order = Callable[[Any], Any]
 
 
 def unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
-    if call.q.dtype == jnp.float64:
-        return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
+    if (reason := not_float64(call.q)) is not None:
+        return reason
     heads, h, hv = launch.config.heads, call.q.shape[2], call.v.shape[2]
     group = hv // h
     if hv % heads or (heads % group and group % heads):

@@ -43,7 +43,7 @@ from tilewright.core.chip import LANES, ROW_TILE, Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuForward
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
 
 # Far below any logit, and far enough from float32's end that a difference of two stays finite.
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -61,9 +61,7 @@ _VMEM_SHARE = 0.75
 
 
 def unsupported_reason(call: LinearCrossEntropyCall, launch: Launch) -> str | None:
-    if call.x.dtype == jnp.float64:
-        return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
-    return None
+    return not_float64(call.x)
 
 
 def largest_blocks(

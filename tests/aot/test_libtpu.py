@@ -143,7 +143,7 @@ def test_the_verb_prints_the_table_and_writes_the_reports(tmp_path: Path) -> Non
     args = ["compile", "linear_cross_entropy", "--json", str(file), "--case"]
     done = runner.invoke(app, [*args, "odd", "--chip", "v6e"])
     assert done.exit_code == 0, done.output
-    assert "Times are estimates from the schedule, at least so long, not measurements." in done.output
+    assert "Times are lower bounds, estimated from the schedule; they are not measurements." in done.output
     (report,) = json.loads(file.read_text())
     assert (report["kind"], report["chip"], report["ok"]) == ("estimate", "v6e", True)
     assert report["kernels"][0]["estimate"]["floor_us"] > 0

@@ -20,6 +20,10 @@ COLLECTED = pytest.StashKey[dict[str, frozenset[str]]]()
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-docs", action="store_true", help="write the tables of the docs that tests check")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps every test and its markers, before `-m` deselects some: tests/test_tiers.py asks whether CI runs each."""
     config.stash[COLLECTED] = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}

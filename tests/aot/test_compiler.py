@@ -6,6 +6,7 @@ None of this needs libtpu. What does is in test_libtpu.py.
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -105,9 +106,22 @@ def test_a_spoilt_result_on_disk_is_compiled_anew(fake_worker, tmp_path: Path) -
 def test_compiles_go_side_by_side(fake_worker) -> None:
     fake_worker(f"time.sleep(1){GOOD}")
     jobs = [lambda chip=chip: aot.compile(add, struct(8, 128), chip=chip) for chip in ("v4", "v5e", "v5p")]
-    reports = aot.compile_each(jobs, side_by_side=3)
-    assert [report.chip for report in reports] == ["v4", "v5e", "v5p"]
-    assert all(report.ok for report in reports)
+    began = time.monotonic()
+    ended = dict(aot.compile_each(jobs, side_by_side=3))
+    assert time.monotonic() - began < 2.5
+    assert [ended[place].result().chip for place in range(3)] == ["v4", "v5e", "v5p"]
+    assert all(future.result().ok for future in ended.values())
+
+
+def test_closing_stops_the_compiles_that_run_and_those_that_wait(fake_worker) -> None:
+    fake_worker(f"if 'v4' not in sys.argv[2]: time.sleep(60){GOOD}")
+    jobs = [lambda chip=chip: aot.compile(add, struct(8, 128), chip=chip) for chip in ("v5e", "v4", "v5p", "v6e")]
+    began, ended = time.monotonic(), aot.compile_each(jobs, side_by_side=2)
+    place, future = next(ended)
+    ended.close()
+    assert (place, future.result().ok) == (1, True)
+    assert time.monotonic() - began < 20
+    assert not compiler._stop.is_set()
 
 
 def test_estimates_are_labelled_so_in_json(fake_worker) -> None:

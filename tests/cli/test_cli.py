@@ -1,18 +1,58 @@
 """The verbs as a person runs them: what they print, what they write, and how they end."""
 
+import contextlib
+import dataclasses
+import importlib.util
+import io
 import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tilewright import configs as configs_module
+from tilewright.cli import bench as cli_bench
+from tilewright.cli import check as cli_check
+from tilewright.cli import ops as cli_ops
 from tilewright.cli.compile import _changed_configs
+from tilewright.cli.main import main
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
+from tilewright.ops.linear_cross_entropy import xla
+from tilewright.ops.norm import xla as norm_xla
 from tilewright.workbench.records import read_records
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def flat(self) -> str:
+        """Both of its outputs, with a space for each break."""
+        return " ".join((self.stdout + self.stderr).split())
+
+
+def ran(*args: str, cwd: Path | None = None) -> Done:
+    """Runs a command in this process, since starting another one takes seconds."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["tilewright", *args]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or Path()):
+            main()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    finally:
+        sys.argv = before
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def tilewright(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -20,45 +60,28 @@ def tilewright(*args: str, cwd: Path | None = None) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
-_ONE_AFTER_THE_OTHER = """
-import contextlib, io, json, sys
-from tilewright.cli.main import main
-for command in json.loads(sys.argv[1]):
-    sys.argv = ["tilewright", *command]
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stderr(said):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-    print(json.dumps([code, said.getvalue()]))
-"""
-
-
 def assert_refused(*refusals: tuple[tuple[str, ...], str], cwd: Path | None = None) -> None:
-    """Commands that end with 2 and say so in a line. One process runs them all, since starting one takes seconds."""
-    commands = json.dumps([command for command, _ in refusals])
-    code = [sys.executable, "-c", _ONE_AFTER_THE_OTHER, commands]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=300, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    for (command, message), (code, said) in zip(refusals, ends, strict=True):
-        assert code == 2, (command, said)
-        assert message in " ".join(said.split())
-        assert "Traceback" not in said
+    """Commands that end with 2 and say so in a line."""
+    for command, message in refusals:
+        done = ran(*command, cwd=cwd)
+        assert done.code == 2, (command, done)
+        assert message in " ".join(done.stderr.split())
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_help_says_what_each_verb_is_for() -> None:
-    done = tilewright("--help")
-    assert done.returncode == 0
+    done = ran("--help")
+    assert done.code == 0
     for word in ("ops", "check", "bench", "new", "tilewright check linear_cross_entropy"):
-        assert word in " ".join(done.stdout.split())
+        assert word in done.flat
 
 
-def test_ops_names_the_choice_and_why_not_the_others() -> None:
-    done = tilewright("ops")
-    assert done.returncode == 0
-    flat = " ".join(done.stdout.split())
+def test_ops_names_the_choice_and_why_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one op, since tracing all of them takes seconds; the scaffold's tests list all of them."""
+    monkeypatch.setattr(cli_ops, "registered", lambda: {"linear_cross_entropy": find_op("linear_cross_entropy")})
+    done = ran("ops")
+    assert done.code == 0
+    flat = done.flat
     assert "linear_cross_entropy" in flat
     assert "chosen" in flat
     assert "it is a TPU kernel and this is a CPU" in flat
@@ -81,51 +104,40 @@ def test_check_passes_and_shows_errors_with_their_bounds() -> None:
         assert word in done.stdout
 
 
-def test_check_exits_with_1_on_a_miss() -> None:
+def test_check_exits_with_1_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference with a wrong gradient is the plain version too, so break another implementation."""
-    code = """
-import dataclasses, sys
-import tilewright.ops.linear_cross_entropy.xla as xla
-right = xla.IMPLEMENTATION
-def wrong(call, launch, *, save):
-    (nll, logsumexp), saved = right.forward.run(call, launch, save=save)
-    return (nll * 1.001, logsumexp), saved
-xla.IMPLEMENTATION = dataclasses.replace(right, forward=dataclasses.replace(right.forward, run=wrong))
-from tilewright.cli.main import main
-sys.argv = ["tilewright", "check", "linear_cross_entropy", "--case", "odd", "--implementation", "xla"]
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
+    right = norm_xla.IMPLEMENTATION
+
+    def wrong(call, launch, *, save):
+        y, saved = right.forward.run(call, launch, save=save)
+        return y * 1.001, saved
+
+    forward = dataclasses.replace(right.forward, run=wrong)
+    monkeypatch.setattr(norm_xla, "IMPLEMENTATION", dataclasses.replace(right, forward=forward))
+    done = ran("check", "rms_norm", "--case", "odd", "--implementation", "xla", "--dtype", "float32")
+    assert done.code == 1
     assert "MISS" in done.stdout
-    assert "miss: xla odd float32 loss: max" in done.stdout
+    assert "miss: xla odd float32 y: max" in done.stdout
 
 
 @pytest.mark.slow
-def test_check_names_a_case_that_is_not_taken_and_goes_on() -> None:
-    code = """
-import dataclasses, sys
-import tilewright.ops.linear_cross_entropy.cases as cases
-import tilewright.ops.linear_cross_entropy.xla as xla
-cases.CASES = tuple(case for case in cases.CASES if case.name in ("odd", "soft_cap"))
-def reason(call, launch):
-    return None if call.soft_cap is None else "it takes no soft cap; use None"
-right = xla.IMPLEMENTATION
-xla.IMPLEMENTATION = dataclasses.replace(right, forward=dataclasses.replace(right.forward, unsupported_reason=reason))
-from tilewright.cli.main import main
-sys.argv = ["tilewright", "check", "linear_cross_entropy", "--implementation", "xla", "--dtype", "float32", *sys.argv[1:]]
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    flat = " ".join(done.stdout.split())
-    assert "not taken: xla soft_cap: " in flat
-    assert "it takes no soft cap; use None" in flat
-    asked = subprocess.run(
-        [sys.executable, "-c", code, "--case", "soft_cap"], capture_output=True, text=True, timeout=300
-    )
-    assert asked.returncode == 2
-    assert "it takes no soft cap; use None" in " ".join(asked.stderr.split() + asked.stdout.split())
+def test_check_names_a_case_that_is_not_taken_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, op = xla.IMPLEMENTATION, find_op("linear_cross_entropy")
+
+    def reason(call, launch):
+        return None if call.soft_cap is None else "it takes no soft cap; use None"
+
+    forward = dataclasses.replace(right.forward, unsupported_reason=reason)
+    monkeypatch.setattr(xla, "IMPLEMENTATION", dataclasses.replace(right, forward=forward))
+    monkeypatch.setitem(vars(op), "cases", tuple(case for case in op.cases if case.name in ("odd", "soft_cap")))
+    command = ("check", "linear_cross_entropy", "--implementation", "xla", "--dtype", "float32")
+    done = ran(*command)
+    assert done.code == 0, done
+    assert "not taken: xla soft_cap float32: " in done.flat
+    assert "it takes no soft cap; use None" in done.flat
+    asked = ran(*command, "--case", "soft_cap")
+    assert asked.code == 2
+    assert "it takes no soft cap; use None" in asked.flat
 
 
 @pytest.mark.slow
@@ -137,7 +149,10 @@ def test_bench_prints_appends_records_and_plots(tmp_path: Path) -> None:
     flat = " ".join(done.stdout.split())
     for word in ("first step", "median", "spread", "GFLOP/s", "temp memory", "2 records appended"):
         assert word in flat
-    assert "not timed: linear_cross_entropy: implementation='pallas_tpu' cannot run this call" in flat
+    assert (
+        "not timed: pallas_tpu odd bfloat16: linear_cross_entropy: implementation='pallas_tpu' cannot run this call"
+        in flat
+    )
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     records = list(read_records(tmp_path / "results" / "bench.jsonl"))
     assert [record.implementation for record in records] == ["xla", "reference"] * 2
@@ -157,18 +172,9 @@ def test_bench_prints_appends_records_and_plots(tmp_path: Path) -> None:
 
 
 def test_bench_compile_only_reports_memory_without_running(tmp_path: Path) -> None:
-    done = tilewright(
-        "bench",
-        "linear_cross_entropy",
-        "--case",
-        "gpt2",
-        "--grad",
-        "--implementation",
-        "xla",
-        "--compile-only",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    what = ("--case", "gpt2", "--grad", "--implementation", "xla", "--compile-only")
+    done = ran("bench", "linear_cross_entropy", *what, cwd=tmp_path)
+    assert done.code == 0, done
     (record,) = read_records(tmp_path / "results" / "bench.jsonl")
     assert record.samples_s == ()
     assert list(record.configs) == ["forward", "backward"]
@@ -183,20 +189,41 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (("check", op, "--dtype", "fp8"), "--dtype fp8 is not known; use one of float32, bfloat16"),
         (("bench", op, "--implementation", "cuda"), "--implementation cuda is not known; use one of"),
         (("bench", op, "--plot", "a.png", "--compile-only"), "--plot draws times and"),
+        (
+            ("bench", op, "--plot", "a.jpgg"),
+            "--plot a.jpgg has no suffix of a format for plots; use a.png, .pdf or .svg",
+        ),
+        (("bench", op, "--plot", "a"), "--plot a has no suffix of a format for plots; use a.png"),
+        (("bench", op, "--seconds", "nan"), "--seconds nan is not a number of seconds; use 0 or more, such as 2"),
+        (("bench", op, "--seconds", "-1"), "--seconds -1.0 is not a number of seconds"),
+        (("bench", op, "--seconds", "inf"), "--seconds inf is not a number of seconds"),
+        (("bench", op, "--case", ""), "--case '' names nothing; use one of odd, batched"),
+        (("check", op, "--case", ","), "--case ',' names nothing; use one of odd, batched"),
+        (
+            ("bench", op, "--records", "/dev/full"),
+            "--records /dev/full cannot be written: No space left on device; use",
+        ),
+        (("bench", op, "--records", "."), "--records . cannot be written: Is a directory; use another path"),
+        (("bench", op, "--records", "/dev/null/a"), "--records /dev/null/a cannot be written: "),
+        (("bench", op, "--plot", "/proc/a.png"), "--plot /proc/a.png cannot be written: "),
         cwd=tmp_path,
     )
 
 
 def test_benching_only_what_cannot_run_here_exits_with_1(tmp_path: Path) -> None:
-    done = tilewright("bench", "linear_cross_entropy", "--case", "odd", "--implementation", "pallas_tpu", cwd=tmp_path)
-    assert done.returncode == 1
+    done = ran("bench", "linear_cross_entropy", "--case", "odd", "--implementation", "pallas_tpu", cwd=tmp_path)
+    assert done.code == 1
     assert "not timed" in done.stdout
+    assert not (tmp_path / "results" / "bench.jsonl").exists()
 
 
 def test_compile_reads_its_arguments_before_it_compiles() -> None:
     op = ("compile", "linear_cross_entropy")
     assert_refused(
         (("compile",), "OP is missing; name an op (`tilewright ops` lists them), or pass --doctor"),
+        ((*op, "--dtype", "float16"), "--dtype float16 is not known; use one of float32, bfloat16"),
+        ((*op, "--json", "/dev/full"), "--json /dev/full cannot be written: No space left on device"),
+        ((*op, "--limit", "nan"), "--limit nan is not a number of seconds"),
         ((*op, "--chip", "v6"), "--chip v6 is not known; use one of v4, v5e, v5p, v6e, v7x"),
         ((*op, "--config", "block_n"), "--config block_n is not name=number"),
         (
@@ -220,7 +247,30 @@ def test_a_field_on_the_command_line_changes_the_configs_that_have_it() -> None:
 
 
 def test_the_doctor_tells_what_this_machine_has() -> None:
-    done = tilewright("compile", "--doctor")
+    done = ran("compile", "--doctor")
     assert "libtpu" in done.stdout
-    assert done.returncode in (0, 1)
-    assert ("setup_aot.sh" in done.stdout) == (done.returncode == 1)
+    assert done.code in (0, 1)
+    assert ("setup_aot.sh" in done.stdout) == (done.code == 1)
+
+
+@pytest.mark.parametrize("words", [("ops",), ("check", "rms_norm"), ("bench", "rms_norm", "--case", "odd")])
+def test_a_device_that_is_not_here_is_one_line(words: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    def unavailable() -> None:
+        raise RuntimeError("Unable to initialize backend 'tpu': no libtpu.so (set JAX_PLATFORMS='' to choose)")
+
+    for module in (cli_ops, cli_check, cli_bench):
+        monkeypatch.setattr(module, "default_device", unavailable)
+    assert_refused((words, "error: Unable to initialize backend 'tpu': no libtpu.so (set JAX_"), cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_jax_platforms_that_are_not_here_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: JAX looks for its devices once."""
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    if importlib.util.find_spec("libtpu"):
+        pytest.skip("libtpu is installed, and may find a TPU")
+    for words in (("ops",), ("check", "rms_norm"), ("bench", "rms_norm"), ("compile", "rms_norm")):
+        done = tilewright(*words, cwd=tmp_path)
+        assert done.returncode == 2, done
+        assert done.stderr.startswith("error: Unable to initialize backend 'tpu'")
+        assert len(done.stderr.splitlines()) == 1

@@ -169,6 +169,23 @@ def test_a_missing_package_is_an_error_with_the_remedy(
     assert not state.exists() or not list(state.iterdir())  # A job that was never submitted leaves no entry.
 
 
+def test_without_skypilot_the_jobs_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sky", None)
+    told = "Rented machines are not listed: --on sky:CLUSTER needs SkyPilot, which is not installed"
+    nothing = said("remote", "list")
+    assert nothing.exit_code == 0
+    assert f"No jobs were started from this machine. {told}" in nothing.stdout
+    id = said("run", "true").stderr.split()[1]
+    journal.new_job("ray:127.0.0.1:8265", ("train",), workdir=Path())
+    journal.new_job("sky:mine", ("elsewhere",), workdir=Path())
+    listed = said("remote", "list")
+    assert listed.exit_code == 0
+    assert re.search(rf"{id} .*local .*succeeded ", listed.stdout)
+    assert re.search(r"train-\S+ .*ray:127.0.0.1:8265 .*lost ", listed.stdout)
+    assert "elsewhere" not in listed.stdout
+    assert told in listed.stdout
+
+
 def test_no_error_shows_a_value() -> None:
     secret = "ghp_0123456789abcdef"
     with pytest.raises(Mistake) as caught:

@@ -1,6 +1,7 @@
 """Calls, configs and the wrapper that makes implementations differentiable and batch-aware, on an op made for it."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ class ScaledOp(Op):
     """An op whose `xla` notes what it was run with, and whose backward may refuse."""
 
     seen: list[Any] = dataclasses.field(default_factory=list, compare=False)
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)  # Decisions are cached by op.
     refuses: bool = False
 
     def architectures(self, implementation: str) -> tuple[Implementation, ...]:

@@ -74,7 +74,7 @@ def test_an_axis_that_cannot_be_cut_is_refused_with_the_way_out(mesh) -> None:
 
 
 def test_heads_that_the_mesh_does_not_divide_are_refused(mesh) -> None:
-    q = jax.device_put(draw(B, T, 4, D), NamedSharding(mesh, P(None, None, "model", None)))
-    k = draw(B, T, 1, D)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"flash_attention: KV=1 cannot be cut into 2 parts"):
+    q = jax.device_put(draw(B, T, 6, D), NamedSharding(mesh, P(None, None, "model", None)))
+    k = draw(B, T, 3, D)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"flash_attention: KV=3 cannot be cut into 2 parts"):
         tilewright.flash_attention(q, k, k)

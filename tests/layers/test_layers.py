@@ -290,16 +290,76 @@ def test_invalid_input_is_an_error_with_its_remedy(name: str) -> None:
         ValueError, match=r"state is a \w+State of batch 2 and x has batch 1; .*initial_state\(batch=1\)"
     ):
         layer.apply(w, tokens(1, 5), state)
-    other = {"kda": "gdn", "gdn": "kda", "deltanet": "kda"}.get(name)
-    if other is not None:
-        with pytest.raises(
-            ValueError, match=r"state.memory is \[2, .*pass the state that this layer returned, or None"
-        ):
-            layer.apply(w, tokens(2, 5), LAYERS[other].initial_state(2))
     with pytest.raises(
         ValueError, match=r"tensors has no 'layer.q_proj.weight'|tensors has no 'layer.in_proj_qkvz.weight'"
     ):
         layer.from_checkpoint({"model.q_proj.weight": np.zeros((2, 2))}, "layer")
+
+
+@every_layer
+def test_weights_and_states_of_another_layer_are_errors(name: str) -> None:
+    layer, own, x = LAYERS[name], type(LAYERS[name]).__name__, tokens(2, 5)
+    for other in (one for one in LAYERS if one != name):
+        kind = type(weights(other)).__name__
+        with pytest.raises(ValueError, match=rf"^weights is a {kind} and {own} takes {own}Weights; pass what init or"):
+            layer.apply(weights(other), x)
+        state = LAYERS[other].initial_state(2, capacity=8)
+        takes = rf"{own} takes a {type(layer.initial_state(2, capacity=8)).__name__}; pass the state that this layer"
+        if "softmax" not in (name, other):
+            takes = rf"this {own} takes \[B, \d+, .*\]; pass the state that this layer returned, or None to begin"
+        with pytest.raises(ValueError, match=rf"^state.* is .* and {takes}"):
+            layer.apply(weights(name), x, state)
+
+
+@every_layer
+def test_weights_of_other_sizes_are_errors(name: str) -> None:
+    layer = LAYERS[name]
+    other = dataclasses.replace(layer, d_model=32).init(jax.random.key(0))
+    with pytest.raises(
+        ValueError, match=rf"^weights.q_proj is float32\[32, .* and this {type(layer).__name__} takes \[48"
+    ):
+        layer.apply(other, tokens(1, 5))
+    without = dataclasses.replace(weights(name), o_proj=None)
+    with pytest.raises(ValueError, match=r"^weights.o_proj is None and this \w+ takes \[\d+, 48\]; pass what init"):
+        layer.apply(without, tokens(1, 5))
+
+
+def test_weights_that_a_layer_does_not_have_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^weights.gate_proj is float32\[48, 64\] and this Attention takes None"):
+        dataclasses.replace(LAYERS["softmax"], gated=False).apply(weights("softmax"), tokens(1, 5))
+
+
+def buffers(tree: Any) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+@every_layer
+def test_every_leaf_is_a_buffer_of_its_own(name: str) -> None:
+    """Weights and states, as they are made and under `jit`: donating a tree must not donate a buffer twice."""
+    layer, key = LAYERS[name], jax.random.key(0)
+    for make in (lambda: layer.init(key), lambda: layer.initial_state(2, capacity=8)):
+        for tree in (make(), jax.jit(make)()):
+            assert len(set(buffers(tree))) == len(buffers(tree))
+
+
+@every_layer
+@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.filterwarnings("error")
+def test_a_donated_state_is_updated_in_place(name: str, t: int) -> None:
+    layer, w, x = LAYERS[name], weights(name), tokens(2, t)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        y, state = layer.apply(w, x, state, implementation=QUICK)
+        return state, y
+
+    given = layer.initial_state(2, capacity=8)
+    want = step(layer.initial_state(2, capacity=8), x)
+    donating = jax.jit(step, donate_argnums=0)
+    state, y = donating(given, x)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    close(y, want[1])
+    y_next = donating(state, x)[1]
+    close(y_next, step(want[0], x)[1])
 
 
 def test_a_checkpoint_of_other_sizes_is_an_error() -> None:

@@ -21,7 +21,7 @@ import itertools
 import logging
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -30,22 +30,22 @@ import numpy as np
 import pytest
 
 import tilewright
+from tests.ops.composition import CHIP as CHIP
+from tests.ops.composition import Composition, kernels_in
+from tests.ops.composition import able_to_run as able_to_run
+from tests.ops.composition import over as over
 from tilewright import configs
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import KERNEL_PLATFORM, Decision, ImplementationName, Op, find_op
 from tilewright.core.numerics import judge
-from tilewright.core.target import finding_races
 from tilewright.workbench.check import DTYPES, CaseCheck, call, call_with_gradients, dtypes_taken, needs_interpreter
 
-# A chip that each platform's kernels are traced for.
-CHIP = {"tpu": "v6e", "gpu": "h200"}
 # tests/conftest.py turns XLA's optimisations off; this turns them on for one function.
 OPTIMISED = {"xla_backend_optimization_level": 3}
 
 Arrays = Mapping[str, Any]
 Results = Mapping[str, Any]
-Scope = Literal["every", "compiled", "interpreted", "kernel"]
 KERNEL_SCOPES = ("interpreted", "kernel")
 
 
@@ -54,23 +54,6 @@ def held_case(op_name: str, case: str, dtype: str) -> CaseCheck:
     """The oracle's results for a named case, computed once for all implementations."""
     op = find_op(op_name)
     return CaseCheck(op, op.case(case), dtype)
-
-
-@contextlib.contextmanager
-def able_to_run(implementation: str, *, plain: bool = False) -> Iterator[None]:
-    """Runs a kernel of another platform in its interpreter, and fails if a data race was found there.
-
-    `plain` leaves out the simulation of memories and the search for races. TPU kernels need it under vmap and remat.
-    """
-    if not needs_interpreter(implementation):
-        yield
-        return
-    if plain:
-        with tilewright.interpret(plain=True):
-            yield
-        return
-    with finding_races():
-        yield
 
 
 def assert_close(got: Any, plain: Any, oracle: Any, what: str) -> None:
@@ -86,40 +69,13 @@ def assert_meets(held: CaseCheck, got: Results, what: str = "") -> None:
         assert_close(values, held.plain[quantity], held.oracle[quantity], f"{what} {quantity}".strip())
 
 
-def kernels_in(jaxpr: Any) -> int:
-    """The number of Pallas kernels in a jaxpr, including those inside loops and transformations."""
-    count = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in ("pallas_call", "mpmd_map", "core_map"):
-            count += 1
-            continue
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(value, "jaxpr", value)  # A ClosedJaxpr has a Jaxpr.
-            count += kernels_in(inner) if hasattr(inner, "eqns") else 0
-    return count
-
-
-def over(scope: Scope, *, default: Literal["all", "first", "plain", "none"]) -> Callable[[Any], Any]:
-    """Declares which implementations a test runs for, and what of it is in the default tier.
-
-    `scope`: every implementation, those that this machine compiles, those that it interprets, or the kernels. `default`:
-    all of it, the first case only, the op's plain implementation only, or none; the rest is marked slow.
-    """
-
-    def declared(function: Any) -> Any:
-        function.scope, function.default = scope, default
-        return function
-
-    return declared
-
-
 def implementations(*names: str) -> pytest.MarkDecorator:
     """Parametrizes a test beyond the contract over implementations. Those that this machine interprets are slow."""
     marks = {name: [pytest.mark.slow] if needs_interpreter(name) else [] for name in names}
     return pytest.mark.parametrize("implementation", [pytest.param(name, marks=marks[name]) for name in names])
 
 
-class OpContract:
+class OpContract(Composition):
     """Subclass, set `op_name`, and set the attributes of the notions that the op has."""
 
     op_name: str
@@ -216,7 +172,7 @@ class OpContract:
                 "interpreted": interpreted,
                 "kernel": implementation in KERNEL_PLATFORM,
             }[scope]
-            if not included or (metafunc.function.__name__ == "test_remat" and not _has_remat(implementation)):
+            if not included or (metafunc.function.__name__ in NOT_INTERPRETED and _by_callbacks(implementation)):
                 continue
             taken = self.dtypes(implementation)
             for number, case in enumerate(self.small_cases() if "case" in asked else [self.first_case()]):
@@ -614,9 +570,13 @@ def _floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _has_remat(implementation: str) -> bool:
-    """jax.checkpoint does not take the callbacks of the only interpreter there is for GPU kernels."""
-    return not (KERNEL_PLATFORM.get(implementation) == "gpu" and needs_interpreter(implementation))
+# Tests that the only interpreter there is for GPU kernels cannot run: jax.checkpoint does not take its callbacks, and those
+# of several devices wait for each other.
+NOT_INTERPRETED = ("test_remat", "test_shard_map")
+
+
+def _by_callbacks(implementation: str) -> bool:
+    return KERNEL_PLATFORM.get(implementation) == "gpu" and needs_interpreter(implementation)
 
 
 @functools.cache

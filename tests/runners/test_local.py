@@ -86,6 +86,7 @@ def test_the_log_is_streamed_and_no_character_is_repeated(tmp_path: Path) -> Non
     assert "".join(pieces) == "aéb\nlast\n"
 
 
+@pytest.mark.slow
 def test_a_job_outlives_its_starter_and_is_reported_later(tmp_path: Path) -> None:
     """The starter kills itself, its session gets a hangup, and no process waits for the job."""
     code = f"""
@@ -107,6 +108,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "".join(LocalRunner().logs(job, follow=False)) == "began\nended\n"
 
 
+@pytest.mark.slow
 def test_cancel_leaves_no_process(tmp_path: Path, stray: list[int]) -> None:
     """Including a daemon in its own session that ignores SIGTERM."""
     script = "setsid bash -c 'trap \"\" TERM; echo $$ >daemon; while :; do sleep 1; done' & echo $$ >leader; sleep 100"
@@ -163,7 +165,7 @@ def test_concurrent_jobs_mix_neither_logs_nor_names(tmp_path: Path) -> None:
 
 def test_unsupported_operations_are_errors() -> None:
     runner = open_runner("local")
-    with pytest.raises(CannotDo, match=r"--on local rents nothing, so it cannot provide --accelerator H100:1; use sky"):
+    with pytest.raises(CannotDo, match=r"--on local rents nothing, so it cannot provide an accelerator; use sky"):
         runner.plan(Rental(accelerator="H100:1"))
     with pytest.raises(CannotDo, match=r"nothing to sync: its jobs run in the checkout itself"):
         runner.sync(Path("."))

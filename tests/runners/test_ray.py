@@ -190,11 +190,11 @@ def test_each_refusal_is_one_line_with_the_remedy(
         open_runner(head.target).status(job)
     with pytest.raises(LostConnection, match=r"ray:127.0.0.1:1 does not answer .*; is the head up"):
         open_runner("ray:127.0.0.1:1").status(job)
-    with pytest.raises(CannotDo, match=r"this runner rents no machines; use --on sky:CLUSTER"):
+    with pytest.raises(CannotDo, match=r"rents no machines; use --on sky:CLUSTER"):
         open_runner(head.target).plan(Rental(accelerator="H100:1"))
     with pytest.raises(CannotDo, match=r"each Ray job uploads its own files"):
         open_runner(head.target).sync(checkout)
-    with pytest.raises(CannotDo, match=r"this runner did not start the cluster; stop it with `ray down`"):
+    with pytest.raises(CannotDo, match=r"was not started by this runner; stop the cluster with `ray down`"):
         open_runner(head.target).down()
     (tmp_path / "expired").write_text("f" * 48)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "expired"))

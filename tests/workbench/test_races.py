@@ -35,6 +35,34 @@ def test_a_read_of_uninitialised_scratch_is_found() -> None:
     assert gradient.verdict.ok
 
 
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("sum", r"both write \[\d+:\d+, 0:128\] of an output"),
+        ("carried", "one reads what another one has left in memory"),
+    ],
+)
+def test_parallel_steps_that_depend_on_each_other_are_a_race(case: str, what: str) -> None:
+    held = CaseCheck(OP, OP.case(case), "float32")
+    told = rf'two steps of a grid axis that is marked "parallel" depend on each other: {what}; mark the axis'
+    with pytest.raises(RaceDetected, match=rf"{told}|accesses above"):
+        check_implementation(held, "pallas_tpu", races=True)
+
+
+def test_an_accumulation_over_an_arbitrary_axis_is_none() -> None:
+    results = check_implementation(CaseCheck(OP, OP.case("sum_in_order"), "float32"), "pallas_tpu", races=True)
+    assert all(result.verdict.ok for result in results)
+
+
+def test_the_verb_never_says_that_there_is_no_race_where_values_are_wrong() -> None:
+    args = ["check", "double", "--races", "--implementation", "pallas_tpu", "--dtype", "float32", "--case"]
+    summed, unwritten = (CliRunner().invoke(app, [*args, case]) for case in ("sum", "scratch"))
+    assert (summed.exit_code, unwritten.exit_code) == (1, 1)
+    assert "No data race found" not in summed.output + unwritten.output
+    assert "race: pallas_tpu sum float32: " in " ".join(summed.output.split())
+    assert "The values are wrong, by another cause than a data race" in unwritten.output
+
+
 def test_the_verb_exits_with_1_on_a_race_and_0_without() -> None:
     runner = CliRunner()
     args = ["check", "double", "--races", "--implementation", "pallas_tpu", "--dtype", "float32", "--case"]

@@ -8,7 +8,8 @@ import jax
 import pytest
 
 import tilewright
-from tilewright.workbench.records import Provenance, Record, append_records, read_records
+from tilewright.workbench import records as records_module
+from tilewright.workbench.records import Provenance, Record, append_records, read_records, try_destination
 
 FORWARD = tilewright.configs.NormTpuForward(block_n=256, tile_n=64)
 BACKWARD = tilewright.configs.NormTpuBackward(block_n=128)
@@ -41,6 +42,33 @@ def test_a_round_trip_keeps_everything(tmp_path: Path) -> None:
     assert first.samples_s == (0.1, 0.3, 0.2, 0.4, 0.2)
     read = [tilewright.configs.from_json(json.dumps(first.configs[direction])) for direction in ("forward", "backward")]
     assert read == [FORWARD, BACKWARD]
+
+
+def test_what_does_not_fit_leaves_the_records_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.jsonl"
+    append_records(path, [record()])
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records_module.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        append_records(path, [record()])
+    assert path.read_bytes() == before
+
+
+def test_trying_a_destination_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "records.jsonl"
+    try_destination(path)
+    assert not path.exists()
+    append_records(path, [record()])
+    before = path.read_bytes()
+    try_destination(path)
+    assert path.read_bytes() == before
+    for bad in (Path("/dev/full"), tmp_path):
+        with pytest.raises(OSError, match=r"No space left|Is a directory"):
+            try_destination(bad)
 
 
 def test_provenance_names_chip_versions_commit_and_date() -> None:

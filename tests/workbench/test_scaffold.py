@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.cli.main import main
+from tests.cli.test_cli import ran
 from tilewright.workbench.scaffold import MAX_NAME, scaffold_op
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,8 +72,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
     """A checkout with an op made by the CLI; its files before and after, and what the CLI said."""
     checkout = copy_of_the_checkout(tmp_path_factory.mktemp("checkout"))
     before = files(checkout)
-    (said,) = finish(start(checkout, *CLI, "new", NAME))
-    return checkout, before, files(checkout), said
+    done = ran("new", NAME, cwd=checkout)
+    assert done.code == 0, done
+    return checkout, before, files(checkout), done.stdout
 
 
 def test_imports_are_added_to_two_files_and_the_rest_is_new(made) -> None:
@@ -122,6 +123,41 @@ def test_what_is_made_passes_its_tests_the_check_and_the_type_checker(made) -> N
         assert "0 errors, 0 warnings" in output
 
 
+@pytest.mark.slow
+def test_its_tests_follow_the_signature(made, tmp_path: Path) -> None:
+    """An array and an option that are added to api.py, call.py and cases.py reach the tests without a change to them."""
+    checkout = shutil.copytree(made[0], tmp_path / "changed")
+    weights = '    w: Float[Array, " D"]'
+    order = '"order": Input((d,), lambda key, shape: jnp.arange(*shape), dtype="int32", differentiable=False)'
+    changes = {
+        "api.py": {
+            "import Array, Float": "import Array, Float, Int",
+            f"{weights},\n    *,\n": f"{weights},\n    order: Int[Array, ' D'],\n    *,\n    gain: float,\n",
+            "x=x, w=w)": "x=x, w=w, order=order, gain=gain)",
+        },
+        "call.py": {
+            "import Array, Float": "import Array, Float, Int",
+            "import Call, array, ": "import Call, array, option, ",
+            f"{weights} = array()\n": f"{weights} = array()\n    order: Int[Array, ' D'] = array(differentiable=False)\n"
+            "    gain: float = option()\n",
+        },
+        "cases.py": {
+            "import math\n": "import math\n\nimport jax.numpy as jnp\n",
+            '"w": Input((d,))}': f'"w": Input((d,)), {order}}}',
+            '        outputs=("y",),\n': '        outputs=("y",),\n        options={"gain": 2.0},\n',
+        },
+    }
+    for file, those in changes.items():
+        path = checkout / "src/tilewright/ops" / NAME / file
+        text = path.read_text()
+        for old, new in those.items():
+            assert text.count(old) == 1, (file, old)
+            text = text.replace(old, new)
+        path.write_text(text)
+    finish(start(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/{NAME}"))
+
+
+@pytest.mark.slow
 def test_the_ops_verb_lists_it(made) -> None:
     checkout, *_ = made
     (listed,) = finish(start(checkout, *CLI, "ops"))
@@ -195,13 +231,10 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_written(name: str, messa
     assert files(tmp_path) == before
 
 
-def test_outside_a_checkout_the_error_says_where_to_go(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_outside_a_checkout_the_error_says_where_to_go(tmp_path: Path) -> None:
     """Through the CLI: one line on stderr and exit code 2."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["tilewright", "new", NAME])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    error = capsys.readouterr().err
-    assert f"root='{tmp_path}' must be a checkout of tilewright, and it has no src/tilewright/ops" in error
-    assert "run it from the top of a checkout, or pass --root" in error
+    done = ran("new", NAME, cwd=tmp_path)
+    assert done.code == 2
+    assert f"root='{tmp_path}' must be a checkout of tilewright, and it has no src/tilewright/ops" in done.stderr
+    assert "run it from the top of a checkout, or pass --root" in done.stderr
     assert not list(tmp_path.iterdir())

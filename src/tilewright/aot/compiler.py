@@ -9,6 +9,7 @@ chip's bandwidth, whichever is longer. That is a lower bound, not a measurement.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,8 +17,9 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +45,9 @@ TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
 # The smallest slice of each chip: programs for one device are compiled for it.
 _TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 _DUMPS = "final_bundles|final_hlo-static-per-bundle-utilization"
+_POLL_S = 0.2
+_stop = threading.Event()
+"""Set while `compile_each` stops its compiles."""
 # Part of the cache key: increase it when the contents of a cached result change.
 _KEPT = 5
 
@@ -203,7 +208,8 @@ def compile(
     if answer is None:
         answer = _run(program, options, slice_name, found, toolchain, dumps, limit_s)
         if answer.ok:
-            _write(kept, answer)
+            with contextlib.suppress(OSError):  # A full disk loses the next run's time, not this one's report.
+                _write(kept, answer)
     if not answer.ok:
         said = diagnose(answer.error, found, toolchain.libtpu_version)
         return report(ok=False, stage="compile", cause=said.cause, remedy=said.remedy, error=answer.error)
@@ -211,10 +217,22 @@ def compile(
     return report(ok=True, stage="done", cached=cached, kernels=kernels, **answer.sizes)
 
 
-def compile_each(jobs: Sequence[Callable[[], CompileReport]], *, side_by_side: int) -> list[CompileReport]:
-    """Runs compiles in parallel, and returns the reports in order. Each has a worker process, so threads suffice here."""
-    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, side_by_side)) as pool:
-        return list(pool.map(lambda job: job(), jobs))
+def compile_each(
+    jobs: Sequence[Callable[[], CompileReport]], *, side_by_side: int
+) -> Generator[tuple[int, concurrent.futures.Future[CompileReport]]]:
+    """Runs compiles in parallel, and yields each when it has ended: its position in `jobs`, and its future.
+
+    Each has a worker process, so threads suffice here. Closing the iterator, as Ctrl-C does, stops the others.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(max_workers=max(1, side_by_side))
+    places = {pool.submit(job): place for place, job in enumerate(jobs)}
+    try:
+        for done in concurrent.futures.as_completed(places):
+            yield places[done], done
+    finally:
+        _stop.set()
+        pool.shutdown(cancel_futures=True)
+        _stop.clear()
 
 
 def _tpu(chip: str | Chip) -> Chip:
@@ -289,9 +307,12 @@ def _run(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
             try:
-                code = process.wait(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                return _Answer(ok=False, error=f"the compiler was stopped after {limit_s:.0f} s (limit_s)")
+                code, began = None, time.monotonic()
+                while code is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        code = process.wait(timeout=min(_POLL_S, limit_s))
+                    if code is None and (_stop.is_set() or time.monotonic() - began >= limit_s):
+                        return _Answer(ok=False, error=f"the compiler was stopped after {limit_s:.0f} s (limit_s)")
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)

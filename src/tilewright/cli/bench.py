@@ -1,5 +1,7 @@
 """`tilewright bench`: times the implementations of an op side by side, with their memory."""
 
+import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,17 +10,27 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tilewright.cli.screen import arguments, console, progress_bar, split_names
+from tilewright.cli.screen import (
+    Entries,
+    arguments,
+    check_seconds,
+    console,
+    new_table,
+    split_names,
+    try_writing,
+    writing,
+)
 from tilewright.cli.ship import runs_elsewhere
-from tilewright.core.dispatch import Op, Unsupported, find_op
+from tilewright.core.dispatch import Op, find_op
 from tilewright.core.target import default_device
-from tilewright.workbench.bench import Mode, Timing, bench_case
+from tilewright.workbench.bench import Mode, Timing, bench_case, bench_record
 from tilewright.workbench.check import DTYPES
 from tilewright.workbench.figures import memory, rate, seconds
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import leave_room
 from tilewright.workbench.peers.compare import bench_peer
-from tilewright.workbench.peers.registry import Adapter, Peer, Refused, absent, peers
+from tilewright.workbench.peers.registry import Peer, absent, peers
+from tilewright.workbench.plot import check_suffix, plot_bench
 from tilewright.workbench.records import Record, append_records
 
 
@@ -39,14 +51,17 @@ def _settle(
     case: str | None,
     dtype: str,
     *,
+    seconds_each: float,
     against: str | None,
     peer_python: str | None,
+    records: Path,
     plot: Path | None,
     compile_only: bool,
     **_: Any,
 ) -> _Asked:
-    """Resolves the names on the command line: op, cases, dtypes, implementations and peers. An unknown one is an error."""
+    """Resolves the names on the command line (op, cases, dtypes, implementations and peers), and tries its files."""
     found = find_op(op)
+    check_seconds(seconds_each, "seconds")
     if plot is not None and compile_only:
         raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
     if against is not None and compile_only:
@@ -58,51 +73,55 @@ def _settle(
     chosen = tuple(known[name] for name in named)
     if any(peer.tensors is not None for peer in chosen):
         leave_room()
-    return _Asked(
+    asked = _Asked(
         found,
         _chosen_cases(found, case),
         split_names(dtype, DTYPES, "dtype"),
         split_names(implementation, found.implementations, "implementation"),
         chosen,
     )
+    if plot is not None:
+        check_suffix(plot)
+    try_writing(records=records, plot=plot)
+    return asked
 
 
 def _show(done: list[Record], *, records: Path, plot: Path | None, quiet: bool, **_: Any) -> None:
-    if not quiet:
+    if done and not quiet:
         console().print(_table(done))
         for note in _notes(done):
             console().print(note, soft_wrap=True)
         console().print(f"{len(done)} records appended to {records}")
-    if plot is not None:
-        from tilewright.workbench.plot import plot_bench
-
-        plot_bench(done, plot)
+    if plot is not None and any(record.samples_s for record in done):
+        with writing("plot", plot):
+            plot_bench(done, plot)
         console().print(f"plot: {plot}")
 
 
 def _notes(done: list[Record]) -> list[str]:
     """What the figures of a comparison mean, and where a peer computed something else."""
     judged = [record for record in done if "agrees" in record.metrics]
-    if not judged:
-        return []
-    first = judged[0].metrics
     notes = [
         f"ours / it: the time of our first implementation divided by this one's; below 1 ours is faster. "
         f"error: the largest of any output or gradient, against {first['error_against']}; up to "
         f"{first['error_tolerance']:g} agrees."
+        for first in (record.metrics for record in judged[:1])
     ]
     for key, words in (("lacks", "does not compute"), ("instead", "was run and judged with")):
         for name, what in dict.fromkeys((r.implementation, r.metrics[key]) for r in judged if key in r.metrics):
             notes.append(f"{name} {words} {what}.")
-    for record in judged:
-        if not record.metrics["agrees"]:
-            which = f"{record.implementation} {record.case} {record.dtype}"
+    for record in done:
+        which = f"{record.implementation} {record.case} {record.dtype}"
+        if record.metrics.get("agrees") is False:
             notes.append(f"[bold red]differs:[/] {which}: {escape(str(record.metrics['error_in']))}, {_error(record)}")
+        if "not_judged" in record.metrics:
+            notes.append(f"[bold red]not compared:[/] {escape(f'{which}: {record.metrics["not_judged"]}')}")
     return notes
 
 
 @runs_elsewhere(check=_settle, records="records", here_only=("plot",), show=_show)
 def bench(
+    asked: _Asked,
     op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
     implementation: Annotated[str | None, typer.Option(help="Comma-separated; defaults to all that run here.")] = None,
     case: Annotated[
@@ -122,8 +141,10 @@ def bench(
             "--compile-only", help="Compile and report memory without running: for cases that are too large here."
         ),
     ] = False,
-    records: Annotated[Path, typer.Option(help="The JSONL file to append to.")] = Path("results/bench.jsonl"),
-    plot: Annotated[Path | None, typer.Option(help="Plot the table to this PNG file.")] = None,
+    records: Annotated[Path, typer.Option(help="The JSONL file to append to, entry by entry.")] = Path(
+        "results/bench.jsonl"
+    ),
+    plot: Annotated[Path | None, typer.Option(help="Plot the table to this file: .png, .pdf, .svg.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the records without printing a table.")] = False,
     against: Annotated[
         str | None,
@@ -139,70 +160,52 @@ def bench(
 
     The first step (trace, compile, run) and the steady state are timed separately. The median is over repeated samples,
     and the spread is the interquartile range divided by the median. FLOP/s and bytes/s count useful work only, and are
-    shown with their fraction of the chip's peak where that is known. Every sample goes into the records file, with the
-    chip, versions, commit, and the forward and backward configs.
+    shown with their fraction of the chip's peak where that is known. Every sample goes into the records file as soon as
+    its entry is measured, with the chip, versions, commit, and the forward and backward configs. An entry that fails is a
+    row of its own and the exit code is 1; Ctrl-C ends with the table so far.
 
     With --against, other libraries' kernels are timed on the same inputs in the same way, and every result is compared
     with the reference; a ratio is shown only for those that agree. Peers that are not installed are listed, never
     installed.
     """
     with arguments():
-        asked = _settle(
-            op,
-            implementation,
-            case,
-            dtype,
-            against=against,
-            peer_python=peer_python,
-            plot=plot,
-            compile_only=compile_only,
-        )
         missing = absent(tuple(peer for peer in asked.against if op in peer.ops), peer_python)
+    default_device()  # Raises where JAX_PLATFORMS names a device that is not here.
     mode: Mode = "forward+backward" if grad else "forward"
     timing = Timing(seconds=seconds_each, run=not compile_only)
     done: list[Record] = []
-    refused: dict[str, list[str]] = {}
-    rivals: list[tuple[Peer, Adapter]] = []
-    installed = [peer for peer in asked.against if op in peer.ops and peer.name not in missing]
-    for peer, adapter in ((each, one) for each in installed for one in each.adapters):
-        if (reason := adapter.unavailable()) is not None:
-            refused[f"{adapter.name}: {reason}"] = []
-        elif asked.op.name in adapter.ops:
-            rivals.append((peer, adapter))
-    with progress_bar() as bar:
-        each = len(asked.implementations) + len(rivals)
-        task = bar.add_task("benchmarking", total=len(asked.cases) * len(asked.dtypes) * each)
-        for case_name, dtype_name in ((c, d) for c in asked.cases for d in asked.dtypes):
-            chosen = asked.op.case(case_name)
-            wanted = Wanted(asked.op, chosen, dtype_name, mode) if asked.against else None
-            judge = None if wanted is None else lambda results, wanted=wanted: wanted.judge(results).metrics()
-            for name in asked.implementations:
-                bar.update(task, description=f"{case_name} {dtype_name} {name}")
-                try:
-                    done.append(bench_case(asked.op, chosen, name, dtype_name, mode, timing, judge))
-                except Unsupported as error:
-                    refused.setdefault(str(error), [])
-                bar.advance(task)
-            for peer, adapter in rivals:
-                bar.update(task, description=f"{case_name} {dtype_name} {adapter.name}")
-                try:
-                    assert wanted is not None
-                    done.append(bench_peer(peer, adapter, wanted, timing, peer_python))
-                except Refused as error:
-                    refused.setdefault(f"{adapter.name}: {error}", []).append(f"{case_name} {dtype_name}")
-                bar.advance(task)
-    if done:
-        append_records(records, done)
-        _show(done, records=records, plot=plot, quiet=quiet)
-    for reason, where in refused.items():
-        of = f" [{', '.join(where)}]" if where else ""
-        console().print(f"[yellow]not timed:[/] {escape(reason + of)}", soft_wrap=True)
+
+    def ours(name: str, wanted: Wanted) -> Record:
+        judge = (lambda results: wanted.judge(results).metrics()) if asked.against else None
+        return bench_case(asked.op, wanted.case, name, wanted.dtype, mode, timing, judge)
+
+    def keep(record: Record) -> None:
+        done.append(record)
+        with writing("records", records):
+            append_records(records, [record])
+
+    entrants = {name: functools.partial(ours, name) for name in asked.implementations} | {
+        adapter.name: functools.partial(bench_peer, peer, adapter, timing=timing, python=peer_python)
+        for peer in asked.against
+        if peer.name not in missing
+        for adapter in peer.adapters
+        if op in adapter.ops
+    }
+    with Entries("benchmarking", total=len(asked.cases) * len(asked.dtypes) * len(entrants)) as entries:
+        for chosen, dtype_name in ((asked.op.case(c), d) for c in asked.cases for d in asked.dtypes):
+            wanted = Wanted(asked.op, chosen, dtype_name, mode)
+            for name, measure in entrants.items():
+                peer = {} if name in asked.implementations else {"peer": True}
+                with entries.one(f"{name} {chosen.name} {dtype_name}") as raised:
+                    keep(measure(wanted))
+                for error in raised:
+                    keep(bench_record(asked.op, chosen, name, dtype_name, mode, metrics={"failure": error, **peer}))
+    _show(done, records=records, plot=plot, quiet=quiet)
     if others := [peer.name for peer in asked.against if op not in peer.ops]:
         console().print(f"[yellow]no {op}:[/] {', '.join(others)}")
     for name, remedy in missing.items():
         console().print(f"[yellow]absent:[/] {escape(f'{name}: {remedy}')}", soft_wrap=True)
-    if not any(not record.metrics.get("peer") for record in done):
-        raise typer.Exit(1)
+    entries.end(ok=any(not record.metrics.get("peer") for record in done), refused="not timed")
 
 
 def _chosen_cases(op: Op, given: str | None) -> tuple[str, ...]:
@@ -217,65 +220,58 @@ def _chosen_cases(op: Op, given: str | None) -> tuple[str, ...]:
 
 def _table(done: list[Record]) -> Table:
     where = done[0].provenance
-    compared = any("agrees" in record.metrics for record in done)
-    table = Table(
-        title=f"{done[0].op}, {done[0].mode}, on {where.device_kind} (jax {where.versions['jax']}, {where.date[:10]})",
-        title_justify="left",
-    )
-    for column in ("case", "dtype", "implementation"):
-        table.add_column(column)
+    compared = any({"agrees", "not_judged"} & record.metrics.keys() for record in done)
     relative = ("ours / it", "error") if compared else ("x fastest",)
-    for column in ("first step", "median", "spread", *relative, "FLOP/s", "bytes/s", "temp memory", "peak memory"):
-        table.add_column(column, justify="right")
-    for position, record in enumerate(done):
-        beside = [r for r in done if (r.case, r.dtype) == (record.case, record.dtype) and r.samples_s]
-        table.add_row(*_row(record, beside, compared=compared))
-        last = position + 1 == len(done)
-        if not last and (done[position + 1].case, done[position + 1].dtype) != (record.case, record.dtype):
-            table.add_section()
+    table = new_table(
+        f"{done[0].op}, {done[0].mode}, on {where.device_kind} (jax {where.versions['jax']}, {where.date[:10]})",
+        ("case", "dtype", "implementation"),
+        ("first step", "median", "spread", *relative, "FLOP/s", "bytes/s", "temp memory", "peak memory"),
+    )
+    for _, group in itertools.groupby(done, key=lambda record: (record.case, record.dtype)):
+        rows = list(group)
+        for record in rows:
+            table.add_row(*_row(record, [each for each in rows if each.samples_s], compared=compared))
+        table.add_section()
     return table
 
 
-def _row(record: Record, beside: list[Record], *, compared: bool) -> tuple[str, ...]:
-    metrics = record.metrics
-
-    def number(name: str) -> float | None:
-        value = metrics.get(name)
-        return value if isinstance(value, (int, float)) else None
-
+def _row(record: Record, timed: list[Record], *, compared: bool) -> tuple[str, ...]:
+    """A record as a row; `timed` are those of the same case and dtype that have samples."""
+    numbers = {name: value for name, value in record.metrics.items() if isinstance(value, int | float)}
     names = (record.case, record.dtype, record.implementation)
-    sizes = (memory(number("temp_bytes")), memory(number("peak_bytes")))
+    sizes = (memory(numbers.get("temp_bytes")), memory(numbers.get("peak_bytes")))
     if not record.samples_s:
-        return (*names, f"compile {seconds(number('compile_s') or 0.0)}", "-", "-", "-", "-", "-", *sizes)
-    fastest = min(each.median_s for each in beside)
+        what = "[bold red]failed[/]" if "failure" in record.metrics else f"compile {seconds(numbers['compile_s'])}"
+        return (*names, what, *["-"] * (6 if compared else 5), *sizes)
+    fastest = min(each.median_s for each in timed)
     return (
         *names,
-        seconds(number("first_step_s") or 0.0),
+        seconds(numbers.get("first_step_s", 0.0)),
         seconds(record.median_s),
         f"{record.spread:.1%}",
-        *((_ratio(record, beside), _error(record)) if compared else (f"{record.median_s / fastest:.2f}",)),
-        rate(number("flops_per_s"), "FLOP/s", number("flops_fraction")),
-        rate(number("bytes_per_s"), "B/s", number("bytes_fraction")),
+        *((_ratio(record, timed), _error(record)) if compared else (f"{record.median_s / fastest:.2f}",)),
+        rate(numbers.get("flops_per_s"), "FLOP/s", numbers.get("flops_fraction")),
+        rate(numbers.get("bytes_per_s"), "B/s", numbers.get("bytes_fraction")),
         *sizes,
     )
 
 
-def _ours(beside: list[Record]) -> Record | None:
-    """The record that the others are compared with: our first, which is the preferred one unless the caller named them."""
-    return next((record for record in beside if not record.metrics.get("peer")), None)
+def _ratio(record: Record, timed: list[Record]) -> str:
+    """The time of our first implementation divided by this one's; none where either of the two results is wrong.
 
-
-def _ratio(record: Record, beside: list[Record]) -> str:
-    """Our time divided by this one's; none where either of the two results is wrong."""
-    ours = _ours(beside)
+    Our first is the preferred one, unless the caller named them.
+    """
+    ours = next((each for each in timed if not each.metrics.get("peer")), None)
     if record is ours:
         return "ours"
-    if ours is None or not (record.metrics["agrees"] and ours.metrics["agrees"]):
+    if ours is None or not (record.metrics.get("agrees") and ours.metrics.get("agrees")):
         return "-"
     return f"{ours.median_s / record.median_s:.2f}"
 
 
 def _error(record: Record) -> str:
+    if "agrees" not in record.metrics:
+        return "[bold red]not compared[/]"
     error = record.metrics["error"]
     shown = f"{error:.1e}" if isinstance(error, float) else "not finite"
     return shown if record.metrics["agrees"] else f"[bold red]{shown} DIFFERS[/]"

@@ -1,6 +1,8 @@
 """`tilewright compile`: compiles an op's TPU kernels for every TPU, without a TPU, and says what bounds them."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -13,14 +15,24 @@ from rich.table import Table
 
 from tilewright.aot import TPUS, CompileReport, KernelReport, NotSetUp, compile_each, doctor
 from tilewright.aot import compile as compile_for
-from tilewright.cli.screen import arguments, console, progress_bar, split_names
+from tilewright.aot.toolchain import Toolchain
+from tilewright.cli.screen import (
+    Entries,
+    arguments,
+    check_seconds,
+    console,
+    new_table,
+    split_names,
+    try_writing,
+    writing,
+)
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Op, explain, find_op
-from tilewright.core.target import target
-from tilewright.workbench.check import call, call_with_gradients
-from tilewright.workbench.figures import memory
-from tilewright.workbench.records import checkout_commit, installed_versions, now
+from tilewright.core.target import default_device, target
+from tilewright.workbench.check import DTYPES, call, call_with_gradients
+from tilewright.workbench.figures import memory, seconds
+from tilewright.workbench.records import checkout_commit, installed_versions, now, write_durably
 
 
 def compile_verb(
@@ -43,7 +55,9 @@ def compile_verb(
         bool,
         typer.Option("--no-schedule", help="Report only whether it compiles, in half the time: no VMEM, no estimates."),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the full reports to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the full reports to this file, as they are made.")
+    ] = None,
     ask_doctor: Annotated[
         bool, typer.Option("--doctor", help="Report what this machine has and lacks for compiling, and stop.")
     ] = False,
@@ -53,7 +67,7 @@ def compile_verb(
     For each chip and kernel it reports whether it compiles, and if not the cause and the remedy; its VMEM and the chip's;
     the bundles of a steady-state step and the fraction of its stores that are spills; the busiest unit; HBM traffic; and a
     lower bound of its time. Times are estimated from the schedule: they are not measurements. The exit code is 1 if a
-    compile fails.
+    compile fails; Ctrl-C ends with the reports so far.
     """
     if ask_doctor:
         _show_doctor()
@@ -66,6 +80,9 @@ def compile_verb(
             raise ValueError(
                 f"{op} has no TPU kernel to compile; its implementations: {', '.join(found.implementations)}"
             )
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
+        check_seconds(limit, "limit")
         chips = split_names(chip, TPUS, "chip")
         every = tuple(c.name for c in found.cases)
         large = [c.name for c in found.cases if not c.small] or list(every)
@@ -73,45 +90,53 @@ def compile_verb(
         changes = _parse_config(config)
         work = [(found.case(name), Chip.named(tpu)) for name in cases for tpu in chips]
         settled = [_changed_configs(found, each, tpu, dtype, changes) for each, tpu in work]
-    with arguments(mistakes=(NotSetUp,)), progress_bar() as bar:
-        task = bar.add_task(f"compiling {op}", total=len(work))
+        try_writing(json=json_file)
+    default_device()  # Raises where JAX_PLATFORMS names a device that is not here.
+    with arguments(mistakes=(NotSetUp,)):
+        Toolchain.here()
 
-        def job(each: Case, tpu: Chip, configs: Any) -> CompileReport:
-            function = call(found, each, "pallas_tpu", configs)
-            structs = each.structs(dtype)
-            how: Any = {"chip": tpu, "limit_s": limit, "use_cache": not no_cache, "schedule": not no_schedule}
-            if grad:
-                cotangents = _output_structs(found, each, dtype)
-                report = compile_for(call_with_gradients(function, each), structs, cotangents, **how)
-            else:
-                report = compile_for(lambda arrays: function(**arrays), structs, **how)
-            bar.advance(task)
-            return report
+    def job(each: Case, tpu: Chip, configs: Any) -> CompileReport:
+        function = call(found, each, "pallas_tpu", configs)
+        structs = each.structs(dtype)
+        how: Any = {"chip": tpu, "limit_s": limit, "use_cache": not no_cache, "schedule": not no_schedule}
+        if grad:
+            cotangents = jax.eval_shape(call(found, each, "reference"), **structs)
+            return compile_for(call_with_gradients(function, each), structs, cotangents, **how)
+        return compile_for(lambda arrays: function(**arrays), structs, **how)
 
-        todo = [
-            (lambda each=each, tpu=tpu, configs=configs: job(each, tpu, configs))
-            for (each, tpu), configs in zip(work, settled, strict=True)
-        ]
-        reports = compile_each(todo, side_by_side=jobs)
-
+    todo = [functools.partial(job, each, tpu, configs) for (each, tpu), configs in zip(work, settled, strict=True)]
     mode = "forward+backward" if grad else "forward"
+    where = {"versions": installed_versions(), "commit": checkout_commit(), "date": now()}
+    reports: dict[int, CompileReport] = {}
+
+    def keep(place: int, report: CompileReport) -> None:
+        """Adds a report, and writes all of them, in order: the file is whole after every one."""
+        reports[place] = report
+        if json_file is None:
+            return
+        named = {"kind": "estimate", "op": op, "dtype": dtype, "mode": mode, **where}
+        whole = [{**named, "case": work[n][0].name, **reports[n].to_dict()} for n in sorted(reports)]
+        with writing("json", json_file):
+            write_durably(json_file, json.dumps(whole, indent=1))
+
+    with (
+        Entries(f"compiling {op}", total=len(work)) as entries,
+        contextlib.closing(compile_each(todo, side_by_side=jobs)) as ended,
+    ):
+        for place, future in ended:
+            each, tpu = work[place]
+            with entries.one(f"{each.name} {tpu.name}"):
+                keep(place, future.result())
     for name in cases:
-        held = [(each, report) for (each, _), report in zip(work, reports, strict=True) if each.name == name]
-        console().print(_table(f"{op} {name} {dtype}, {mode}", [report for _, report in held], prefix=f"{op}_"))
-    _show_failures(reports)
+        those = [reports[n] for n in sorted(reports) if work[n][0].name == name]
+        if those:
+            console().print(_table(f"{op} {name} {dtype}, {mode}", those, prefix=f"{op}_"))
+    _show_failures(list(reports.values()))
     if not no_schedule:
         console().print("Times are lower bounds, estimated from the schedule; they are not measurements.")
     if json_file is not None:
-        where = {"versions": installed_versions(), "commit": checkout_commit(), "date": now()}
-        whole = [
-            {"kind": "estimate", "op": op, "case": each.name, "dtype": dtype, "mode": mode, **where, **report.to_dict()}
-            for (each, _), report in zip(work, reports, strict=True)
-        ]
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(whole, indent=1))
         console().print(f"reports: {json_file}")
-    if not all(report.ok for report in reports):
-        raise typer.Exit(1)
+    entries.end(refused="not compiled", ok=bool(reports) and all(report.ok for report in reports.values()))
 
 
 def _parse_config(given: str | None) -> dict[str, int]:
@@ -152,14 +177,8 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
     return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
 
 
-def _output_structs(op: Op, case: Case, dtype: str) -> Any:
-    return jax.eval_shape(call(op, case, "reference"), **case.structs(dtype))
-
-
 def _show_doctor() -> None:
-    table = Table(title="What this machine has for compiling for TPUs", title_justify="left")
-    for column in ("what", "", "found", "remedy"):
-        table.add_column(column, overflow="fold")
+    table = new_table("What this machine has for compiling for TPUs", ("what", "", "found", "remedy"))
     findings = doctor()
     for finding in findings:
         sign = "[green]ok[/]" if finding.ok else "[bold red]no[/]" if finding.needed else "[yellow]old[/]"
@@ -171,21 +190,14 @@ def _show_doctor() -> None:
 
 def _table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
     version = next((report.libtpu_version for report in reports if report.libtpu_version), "?")
-    table = Table(title=f"{title} (libtpu {version}; times are estimates)", title_justify="left")
-    for column in ("chip", "kernel"):
-        table.add_column(column)
-    for column in (
-        "compile",
-        "code",
-        "VMEM",
-        "bundles per step",
-        "spilled stores",
-        "bottleneck",
-        "HBM",
-        "est. floor",
-        "of roofline",
-    ):
-        table.add_column(column, justify="right")
+    table = new_table(
+        f"{title} (libtpu {version}; times are estimates)",
+        ("chip", "kernel"),
+        (
+            *("compile", "code", "VMEM", "bundles per step", "spilled stores"),
+            *("bottleneck", "HBM", "est. floor", "of roofline"),
+        ),
+    )
     for report in reports:
         capacity = Chip.named(report.chip).vmem_bytes
         if not report.ok:
@@ -204,7 +216,7 @@ def _table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
                 report.chip, "(no Pallas kernel)", f"{report.seconds:.0f} s", memory(report.code_bytes), *[""] * 7
             )
         if len(report.kernels) > 1 and report.floor_us is not None:
-            table.add_row("", "[bold]all[/]", *[""] * 7, f"[bold]{_us(report.floor_us)}[/]", "")
+            table.add_row("", "[bold]all[/]", *[""] * 7, f"[bold]{_estimate(report.floor_us)}[/]", "")
         table.add_section()
     return table
 
@@ -222,15 +234,13 @@ def _figures(kernel: KernelReport, capacity: int | None) -> tuple[str, ...]:
         f"{schedule.spill_stores / schedule.stores:.0%}" if schedule.stores else "-",
         f"{bound[0]} {bound[1]:.0%}" if bound else "-",
         memory(kernel.hbm_bytes),
-        _us(kernel.floor_us),
+        _estimate(kernel.floor_us),
         f"{fraction:.0%}" if fraction is not None else escape(kernel.note) or "-",
     )
 
 
-def _us(value: float | None) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value / 1e3:.3g} ms" if value >= 1e3 else f"{value:.3g} us"
+def _estimate(microseconds: float | None) -> str:
+    return "unknown" if microseconds is None else seconds(microseconds / 1e6)
 
 
 def _show_failures(reports: list[CompileReport]) -> None:

@@ -11,6 +11,9 @@ def main() -> None:
     except ImportError:
         print("tilewright's command line needs typer and rich: pip install 'tilewright[bench]'", file=sys.stderr)
         sys.exit(2)
-    from tilewright.cli.main import main as run
+    try:
+        from tilewright.cli.main import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # While JAX was imported, which takes seconds; the verbs have their own answer.
+        sys.exit(130)

@@ -12,9 +12,8 @@ from tilewright.cli.ops import ops
 from tilewright.cli.remote import app as remote
 from tilewright.cli.run import run
 from tilewright.cli.scaffold import scaffold
-from tilewright.cli.screen import Mistake, console
+from tilewright.cli.screen import as_mistake, console
 from tilewright.cli.tables import tables
-from tilewright.core.dispatch import Unsupported
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,11 +54,16 @@ app.add_typer(remote, name="remote")
 
 
 def main() -> None:
-    """Runs a verb. A wrong argument is one line on stderr and exit code 2; any other error keeps its traceback."""
+    """Runs a verb. A wrong argument, a full disk and a missing device are one line on stderr and exit code 2.
+
+    Any other error keeps its traceback.
+    """
     try:
         app()
-    except (Mistake, Unsupported) as error:
-        console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    except Exception as error:
+        if (line := as_mistake(error)) is None:
+            raise
+        console(stderr=True).print(f"[bold red]error:[/] {escape(line)}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -1,9 +1,8 @@
 """`tilewright ops`: every op, which of its implementations run here, which one is chosen, and why not the others."""
 
 from rich.markup import escape
-from rich.table import Table
 
-from tilewright.cli.screen import console
+from tilewright.cli.screen import console, new_table
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Op, explain, registered
 from tilewright.core.target import default_device
@@ -16,9 +15,8 @@ def ops() -> None:
     in bfloat16; use `tilewright.explain(op, ...)` for a call of your own.
     """
     device = default_device()
-    table = Table(title=f"Ops on {device.device_kind} (chip {Chip.of(device).name})", title_justify="left")
-    for column in ("op", "implementation", "here", "why"):
-        table.add_column(column, overflow="fold")
+    title = f"Ops on {device.device_kind} (chip {Chip.of(device).name})"
+    table = new_table(title, ("op", "implementation", "here", "why"))
     for op in registered().values():
         for row in _rows(op):
             table.add_row(*row)

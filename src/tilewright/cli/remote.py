@@ -2,11 +2,11 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from typer.core import TyperGroup
 
 from tilewright.cli.run import (
     AcceleratorOption,
@@ -20,15 +20,25 @@ from tilewright.cli.run import (
     submit,
     watch,
 )
-from tilewright.cli.screen import arguments, console, duration
+from tilewright.cli.screen import arguments, console, duration, new_table
 from tilewright.runners import journal
 from tilewright.runners.accelerator import Accelerator
-from tilewright.runners.base import Job, Rental, Runner, RunnerError, State, Status
+from tilewright.runners.base import Job, NotInstalled, Rental, Runner, RunnerError, State, Status
 from tilewright.runners.finish import log_of, status_of
 from tilewright.runners.registry import open_runner
 from tilewright.runners.skypilot import clusters
 
+
+class _Group(TyperGroup):
+    """Runs a subcommand. What a runner refuses, and a wrong argument, is the caller's mistake."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with arguments(mistakes=(ValueError, RunnerError, TimeoutError)):
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=_Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="""Rented machines, and the jobs on them.
@@ -45,7 +55,6 @@ app = typer.Typer(
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or the start of it.")]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="sky:CLUSTER.")]
 Workdir = Annotated[Path, typer.Option(help="The checkout whose files are uploaded.")]
-_MISTAKES = (ValueError, RunnerError)
 _SHOWN = 20
 
 
@@ -72,20 +81,17 @@ def launch(
 
     The same command resumes a launch that was interrupted: one name never becomes two clusters.
     """
-    with arguments(mistakes=_MISTAKES):
-        runner = open_runner(on)
-        if accelerator is None and template is None:
-            raise ValueError(
-                "--accelerator is missing; name what to rent (tpu-v6e-8, H200:1), or a --template that does"
-            )
-        rental = Rental(
-            accelerator=None if accelerator is None else Accelerator.parse(accelerator).name,
-            infra=infra,
-            spot=spot,
-            idle_minutes=None if keep else idle_minutes,
-            template=template,
-        )
-        rent(runner, rental, workdir, yes=yes, only_plan=dry_run)
+    runner = open_runner(on)
+    if accelerator is None and template is None:
+        raise ValueError("--accelerator is missing; name what to rent (tpu-v6e-8, H200:1), or a --template that does")
+    rental = Rental(
+        accelerator=None if accelerator is None else Accelerator.parse(accelerator).name,
+        infra=infra,
+        spot=spot,
+        idle_minutes=None if keep else idle_minutes,
+        template=template,
+    )
+    rent(runner, rental, workdir, yes=yes, only_plan=dry_run)
     if not dry_run:
         console().print(
             f"{runner.target} is up; `tilewright remote down {runner.target}` tears it down", highlight=False
@@ -95,10 +101,9 @@ def launch(
 @app.command()
 def sync(on: On, workdir: Workdir = Path(".")) -> None:
     """Copy the checkout's files to a cluster, except those that git ignores. Deleted files are not deleted there."""
-    with arguments(mistakes=_MISTAKES):
-        began = time.monotonic()
-        runner = open_runner(on)
-        runner.sync(workdir.resolve())
+    began = time.monotonic()
+    runner = open_runner(on)
+    runner.sync(workdir.resolve())
     console().print(f"{workdir.resolve()} is on {runner.target} ({time.monotonic() - began:.1f} s)", highlight=False)
 
 
@@ -113,9 +118,8 @@ def exec(
     workdir: Workdir = Path("."),
 ) -> None:
     """Run a command on an existing cluster: like `tilewright run`, but never rents."""
-    with arguments(mistakes=_MISTAKES):
-        job, runner = prepare(on, tuple(command), accelerator, env, fetch, name, workdir)
-        submit(runner, job)
+    job, runner = prepare(on, tuple(command), accelerator, env, fetch, name, workdir)
+    submit(runner, job)
     raise typer.Exit(watch(runner, job).code)
 
 
@@ -126,15 +130,17 @@ def status(
 ) -> None:
     """Show the status of the jobs started from this machine, of one of them, or of all jobs in a place."""
     if on is not None:
-        with arguments(mistakes=_MISTAKES):
-            rows = [(id, on, each, "") for id, each in open_runner(on).jobs()]
+        _show_jobs([(id, on, each, "") for id, each in open_runner(on).jobs()])
     else:
-        with arguments(mistakes=_MISTAKES):
-            chosen = list(journal.every())[:_SHOWN] if job is None else [journal.find(job)]
-        rows = [(each.id, each.target, _status_or_lost(each), " ".join(each.command)) for each in chosen]
-    table = Table()
-    for column in ("job", "on", "state", "exit code", "command", "note"):
-        table.add_column(column, overflow="fold")
+        _show_jobs(_rows(list(journal.every())[:_SHOWN] if job is None else [journal.find(job)]))
+
+
+def _rows(jobs: list[Job]) -> list[tuple[str, str, Status, str]]:
+    return [(each.id, each.target, _status_or_lost(each), " ".join(each.command)) for each in jobs]
+
+
+def _show_jobs(rows: list[tuple[str, str, Status, str]]) -> None:
+    table = new_table(None, ("job", "on", "state", "exit code", "command", "note"))
     for id, where, each, words in rows:
         code = "" if each.exit_code is None else str(each.exit_code)
         table.add_row(id, escape(where), str(each.state), code, escape(words[:60]), escape(each.note))
@@ -155,12 +161,11 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until it has ended; returns its exit code.")] = False,
 ) -> None:
     """Print a job's output. --follow reconnects after a lost connection and continues where it stopped."""
-    with arguments(mistakes=_MISTAKES):
-        found, runner = _find(job)
-        if not follow or journal.final_status(found.id) is not None:
-            typer.echo(log_of(runner, found), nl=False)
-            if not follow:
-                return
+    found, runner = _find(job)
+    if not follow or journal.final_status(found.id) is not None:
+        typer.echo(log_of(runner, found), nl=False)
+        if not follow:
+            return
     raise typer.Exit(bring(runner, found).code if journal.final_status(found.id) else watch(runner, found).code)
 
 
@@ -172,11 +177,10 @@ def wait(
     ] = None,
 ) -> None:
     """Wait until a job has ended, fetch its log and files, and return its exit code."""
-    with arguments(mistakes=(*_MISTAKES, TimeoutError)):
-        found, runner = _find(job)
-        if journal.final_status(found.id) is None:
-            runner.wait(found, timeout_s=timeout)
-        ended = bring(runner, found)
+    found, runner = _find(job)
+    if journal.final_status(found.id) is None:
+        runner.wait(found, timeout_s=timeout)
+    ended = bring(runner, found)
     console().print(f"job {found.id} {ended.state}, exit code {ended.code}", highlight=False)
     raise typer.Exit(ended.code)
 
@@ -184,11 +188,10 @@ def wait(
 @app.command()
 def cancel(job: JobId) -> None:
     """Stop a job and everything it started."""
-    with arguments(mistakes=_MISTAKES):
-        found, runner = _find(job)
-        stopped = journal.final_status(found.id) is None and runner.cancel(found)
-        if stopped and runner.target != "local":
-            bring(runner, found)
+    found, runner = _find(job)
+    stopped = journal.final_status(found.id) is None and runner.cancel(found)
+    if stopped and runner.target != "local":
+        bring(runner, found)
     what = "is cancelled" if stopped else f"had already ended: {status_of(runner, found).state}"
     console().print(f"job {found.id} {what}", highlight=False)
 
@@ -196,24 +199,28 @@ def cancel(job: JobId) -> None:
 @app.command()
 def down(target: Target) -> None:
     """Tear a machine down, with everything on it. Files that were not fetched are lost."""
-    with arguments(mistakes=_MISTAKES):
-        runner = open_runner(target)
-        runner.down()
+    runner = open_runner(target)
+    runner.down()
     console().print(f"{runner.target} is torn down", highlight=False)
 
 
 @app.command("list")
-def list_clusters() -> None:
-    """List the rented machines: their age, price, cost so far, and when they are torn down."""
-    with arguments(mistakes=_MISTAKES):
+def list_everything() -> None:
+    """List the newest jobs here and on Ray clusters, and the rented machines: their age, price, and cost so far."""
+    jobs = [job for job in journal.every() if not job.target.startswith("sky:")][:_SHOWN]
+    if jobs:
+        _show_jobs(_rows(jobs))
+    try:
         found = clusters()
+    except NotInstalled as error:
+        none = "" if jobs else "No jobs were started from this machine. "
+        console().print(f"{none}Rented machines are not listed: {escape(str(error))}", soft_wrap=True)
+        return
     if not found:
         console().print("Nothing is rented.")
         return
     now = time.time()
-    table = Table()
-    for column in ("cluster", "resources", "state", "age", "price", "cost so far", "torn down"):
-        table.add_column(column, overflow="fold")
+    table = new_table(None, ("cluster", "resources", "state", "age", "price", "cost so far", "torn down"))
     for each in found:
         price = "not known" if each.dollars_per_hour is None else f"${each.dollars_per_hour:.2f} an hour"
         cost = each.cost(now)

@@ -1,13 +1,28 @@
-"""What the verbs share: consoles, progress bars, and the formatting of figures."""
+"""What the verbs share: errors in one line, entries of which one may fail, consoles, progress bars, and durations."""
 
 import contextlib
+import errno
+import math
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from tilewright.core.dispatch import Unsupported
+from tilewright.workbench.figures import one_line
+from tilewright.workbench.records import try_destination
+
+INTERRUPTED = 130
 _WIDTH_IN_A_PIPE = 160
+_DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 
 
 class Mistake(Exception):
@@ -25,6 +40,123 @@ def arguments(
         raise Mistake(str(error)) from error
 
 
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """A context for writing the file that an option names: a full or read-only disk is the caller's mistake."""
+    try:
+        yield
+    except OSError as error:
+        raise Mistake(
+            f"--{option} {path} cannot be written: {error.strerror or error}; use another path, or make room there"
+        ) from error
+
+
+def try_writing(**paths: Path | None) -> None:
+    """Tries the files that options name, before anything is computed for them."""
+    for option, path in paths.items():
+        if path is not None:
+            with writing(option, path):
+                try_destination(path)
+
+
+def as_mistake(error: BaseException) -> str | None:
+    """The line that is printed of an error that is not this program's; None for one that keeps its traceback."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (Mistake, Unsupported)):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return text
+    no_device = isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend")
+    return text if no_device else None
+
+
+class Entries:
+    """The entries that a verb goes through, behind a progress bar.
+
+        with Entries("checking", total=2) as entries:
+            for name in ("a", "b"):
+                with entries.one(name):
+                    results.append(compute(name))
+        print(results)
+        entries.end()
+
+    An entry that raises is noted in `failed`, in one line, and one that is not supported in `refused`; the others go on.
+    Ctrl-C, or a `Mistake` such as a full disk, ends the outer block, so that the verb prints what there is; `end` then
+    exits with the code that says so.
+    """
+
+    def __init__(self, what: str, total: int):
+        self.failed: dict[str, str] = {}
+        self.refused: dict[str, list[str]] = {}
+        """The entries that were refused, by the reason."""
+        self._ended: BaseException | None = None
+        self._interrupted = False
+        self._bar = progress_bar()
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> "Entries":  # noqa: PYI034, as in core/call.py
+        self._bar.start()
+        self._listens = threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def _interrupt(self, *_: Any) -> NoReturn:
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if self._listens:
+            signal.signal(signal.SIGINT, self._before)
+        self._bar.stop()
+        self._ended = error if isinstance(error, (KeyboardInterrupt, Mistake)) else None
+        return self._ended is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every entry was run, and none failed."""
+        return self._ended is None and not self.failed
+
+    @contextlib.contextmanager
+    def one(self, name: str) -> Iterator[list[str]]:
+        """A context for one entry. The list has its error, in one line, if it failed.
+
+        The error itself is not kept: it would keep the arrays of the entry in memory while the next one runs.
+        """
+        self._bar.update(self._task, description=name)
+        raised: list[str] = []
+        try:
+            yield raised
+        except Mistake:
+            raise
+        except Unsupported as error:
+            self.refused.setdefault(str(error), []).append(name)
+        except Exception as error:
+            if self._interrupted:  # JAX has made an error of its own of the interrupt.
+                raise KeyboardInterrupt from error
+            self.failed[name] = one_line(error)
+            raised.append(self.failed[name])
+        self._bar.advance(self._task)
+
+    def end(self, *, ok: bool = True, refused: str = "refused", named: bool = False) -> None:
+        """Prints what failed and what was refused, in the words `refused`, and exits.
+
+        The code is 130 after Ctrl-C, 2 after a `Mistake` and where what the caller `named` was refused, and 1 where an
+        entry failed or not `ok`.
+        """
+        for reason, names in self.refused.items():
+            console().print(f"[yellow]{refused}:[/] {escape(f'{", ".join(names)}: {reason}')}", soft_wrap=True)
+        for name, error in self.failed.items():
+            console().print(f"[bold red]failed:[/] {escape(f'{name}: {error}')}", soft_wrap=True)
+        if isinstance(self._ended, Mistake):
+            raise self._ended
+        if self._ended is not None:
+            console().print("[bold red]interrupted:[/] the rest was not run")
+            raise typer.Exit(INTERRUPTED)
+        if self.failed or not ok or (named and self.refused):
+            raise typer.Exit(2 if named and self.refused else 1)
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal; in a pipe or a log file, wide enough for the tables."""
     stream = sys.stderr if stderr else sys.stdout
@@ -33,7 +165,10 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def progress_bar() -> Progress:
-    """A progress bar on stderr, so that a table on stdout can be piped. It disappears when it is done."""
+    """A progress bar on stderr, so that a table on stdout can be piped. It disappears when it is done.
+
+    There is none where stderr is not a terminal.
+    """
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -42,6 +177,7 @@ def progress_bar() -> Progress:
         TimeElapsedColumn(),
         console=console(stderr=True),
         transient=True,
+        disable=not sys.stderr.isatty(),
     )
 
 
@@ -50,10 +186,28 @@ def split_names(given: str | None, known: tuple[str, ...], argument: str) -> tup
     if given is None:
         return known
     names = tuple(name.strip() for name in given.split(",") if name.strip())
+    if not names:
+        raise ValueError(f"--{argument} {given!r} names nothing; use one of {', '.join(known)}, or leave it out")
     for name in names:
         if name not in known:
             raise ValueError(f"--{argument} {name} is not known; use one of {', '.join(known)}")
     return names
+
+
+def new_table(title: str | None, left: tuple[str, ...], right: tuple[str, ...] = ()) -> Table:
+    """A table with these columns, of text and of figures."""
+    table = Table(title=title, title_justify="left")
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
+def check_seconds(value: float, argument: str) -> None:
+    """Raises where an option is not a time in seconds."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"--{argument} {value} is not a number of seconds; use 0 or more, such as 2")
 
 
 def duration(value: float) -> str:

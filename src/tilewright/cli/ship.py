@@ -1,11 +1,11 @@
 """`--on` for any verb: the verb runs on another machine, and its records are fetched.
 
     @runs_elsewhere(check=_settle, records="records", show=_show)
-    def bench(...)
+    def bench(asked, ...)
 
-adds --on, --accelerator, --env and --yes to a verb. With --on, `uv run` there runs the same command line without these
-options, with the extras that the command line and the accelerator need. The arguments are checked here first, so that a
-mistyped name rents no machine.
+adds --on, --accelerator, --env and --yes to a verb, which receives the result of `check` first. With --on, `uv run` there
+runs the same command line without these options, with the extras that the command line and the accelerator need. The
+arguments are checked here first, so that a mistyped name rents no machine.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from tilewright.cli.run import AcceleratorOption, Environment, Yes, fetched_into, prepare, submit, watch
-from tilewright.cli.screen import Mistake, arguments
+from tilewright.cli.screen import Mistake, arguments, writing
 from tilewright.runners.accelerator import Accelerator
 from tilewright.runners.base import Job, Runner, RunnerError
 from tilewright.runners.payload import HAVE_UV
@@ -52,8 +52,8 @@ def runs_elsewhere(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Adds `--on` to a verb; see the module.
 
-    `check` is called with the verb's arguments before anything is uploaded. `records` names the verb's option for its
-    records file: the job runs with --quiet and a file of its own, which is fetched and appended to the requested one,
+    `check` is called with the verb's arguments before anything is run or uploaded. `records` names the verb's option for
+    its records file: the job runs with --quiet and a file of its own, which is fetched and appended to the requested one,
     and `show` prints what the verb would have printed here. `here_only` names options that are for this machine.
     """
 
@@ -67,13 +67,15 @@ def runs_elsewhere(
                 for name in ("accelerator", "env", "yes"):
                     if own[name]:
                         raise Mistake(f"--{name} is for another machine; pass --on too, or omit it")
-                return verb(**given)
             with arguments():
-                check(**given)
+                asked = check(**given)
+            if own["on"] is None:
+                return verb(asked, **given)
             words = command_line(ctx, leave_out={*_ADDED, *here_only, *([records] if records else [])})
             code, made = ship(ctx.info_name or "", words, **own, with_records=records is not None)
             if records is not None and made:
-                append_records(given[records], made)
+                with writing("records", given[records]):
+                    append_records(given[records], made)
                 if show is not None:
                     show(made, **given)
             raise typer.Exit(code)
@@ -83,7 +85,7 @@ def runs_elsewhere(
             for name, (kind, default) in _ADDED.items()
         ]
         context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        parameters = [context, *signature.parameters.values(), *added]
+        parameters = [context, *list(signature.parameters.values())[1:], *added]
         # Typer reads a verb's options from its signature.
         vars(either)["__signature__"] = signature.replace(parameters=parameters)
         either.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -13,14 +13,16 @@ may leave out is None. The gradient of a call is a call whose arrays are gradien
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from tilewright.core.manual_axes import vary_alike
 
+_STAND_IN_SIZE = 4096
 # Not `typing.Self`: the tests check types method by method, where that has no meaning.
 _C = TypeVar("_C", bound="Call")
 
@@ -50,8 +52,13 @@ class Call:
     independent: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """The axes along which a call is several smaller ones, by their letters: batch, heads, rows. Axes of one tuple are cut
     together, such as ("H", "HV"). "*tokens" stands for each of the leading axes."""
+    reduced: ClassVar[tuple[str, ...]] = ()
+    """Axes that outputs are sums over, and that a call can be cut along too (`on_shard`): a vocabulary."""
     outputs: ClassVar[tuple[str, ...]] = ()
     """The axes of each output, by their letters: "B T HV V"."""
+    rows: ClassVar[bool] = False
+    """Whether implementations with a backward pass see every leading axis of the arrays with a batch as one: [*tokens, H]
+    as [N, H]."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -129,6 +136,39 @@ class Call:
         names = tuple(self.given())
         return self.with_arrays(dict(zip(names, vary_alike(*(getattr(self, name) for name in names)), strict=True)))
 
+    def flattened(self: _C) -> _C:  # noqa: PYI019
+        """This call as implementations see it: with `rows`, the leading axes are one."""
+        return self.with_arrays(self.flattened_leaves(self._batched())) if self.rows else self
+
+    def flattened_leaves(self, tree: Any) -> Any:
+        """Arrays with the leading axes of this call, such as cotangents, as implementations see them."""
+        count = self._leading()
+        return tree if count is None else jax.tree.map(lambda x: _reshaped(x, (-1,), count), tree)
+
+    def unflattened(self, results: Any) -> Any:
+        """Results of an implementation, or the gradient of a call, with the leading axes of this call."""
+        count = self._leading()
+        if count is None:
+            return results
+        tokens = next(iter(self._batched().values())).shape[:count]
+        if isinstance(results, Call):
+            return results.with_arrays({name: _reshaped(x, tokens, 1) for name, x in results._batched().items()})
+        return jax.tree.map(lambda x: _reshaped(x, tokens, 1), results)
+
+    def _batched(self) -> dict[str, Any]:
+        return {name: x for name, x in self.given().items() if name in self.batch_arrays}
+
+    def _leading(self) -> int | None:
+        """The number of leading axes that implementations see as one; None where they see the axes as they are."""
+        if not self.rows:
+            return None
+        name, x = next(iter(self._batched().items()))
+        return sum(letter.startswith("tokens") for letter in self.letters(name, len(x.shape)))
+
+    def on_shard(self, axes: tuple[str, ...]) -> "Shard":
+        """This call on the shard of its `reduced` axis that a device has, inside `shard_map` over the mesh axes `axes`."""
+        raise NotImplementedError
+
     def join_shared(self: _C, batched: Any, size: int) -> "tuple[_C, Any]":  # noqa: PYI019
         """Under `jax.vmap`: joins arrays without a batch that differ from element to element, where a family can.
 
@@ -137,9 +177,51 @@ class Call:
         """
         return self, batched
 
+    def symbolic_sizes(self) -> tuple[str, ...]:
+        """The sizes of arrays that are not known when the call is traced (`jax.export.symbolic_shape`)."""
+        sizes = (size for x in self.given().values() for size in x.shape if not isinstance(size, int))
+        return tuple(dict.fromkeys(str(size) for size in sizes))
+
+    def with_known_sizes(self: _C) -> _C:  # noqa: PYI019
+        """The shapes of this call, with a large number for each symbolic size: to choose block sizes with."""
+        if not self.symbolic_sizes():
+            return self
+
+        def known(x: Any) -> jax.ShapeDtypeStruct:
+            shape = tuple(size if isinstance(size, int) else _STAND_IN_SIZE for size in x.shape)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        return self.with_arrays({name: known(x) for name, x in self.given().items()})
+
     def with_arrays(self: _C, changed: Mapping[str, Any]) -> _C:  # noqa: PYI019
         """This call with some of its arrays replaced, by anything: shapes, flags and shardings, too."""
         return _bare(type(self), {**vars(self), **changed})
+
+
+@runtime_checkable
+class Shard(Protocol):
+    """One device's part of a call that is cut along its `reduced` axis."""
+
+    @property
+    def call(self) -> Call:
+        """The part, as a call of its own."""
+        ...
+
+    def combine(self, outputs: Any, saved: Any) -> tuple[Any, Any]:
+        """The whole call's outputs, and what its forward pass saves, from those of every part."""
+        ...
+
+    def cotangents(self, cotangents: Any) -> Any:
+        """The cotangents of this part, for a backward pass with what the whole call saved."""
+        ...
+
+
+def _reshaped(x: Any, leading: tuple[Any, ...], count: int) -> Any:
+    """`x` with its first `count` axes replaced by `leading`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        leading = (math.prod(x.shape[:count]),) if leading == (-1,) else leading
+        return jax.ShapeDtypeStruct((*leading, *x.shape[count:]), x.dtype)
+    return x.reshape(*leading, *x.shape[count:])
 
 
 def _bare(cls: type, values: Mapping[str, Any]) -> Any:
@@ -148,6 +230,22 @@ def _bare(cls: type, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         object.__setattr__(instance, name, value)
     return instance
+
+
+class CallShapes:
+    """A call of which only shapes, dtypes and options count: hashable, and equal to another of the same."""
+
+    def __init__(self, call: Call):
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.given().items()}
+        self.call = call.with_arrays(shapes)
+        options = tuple(value for name, value in vars(call).items() if name not in call.arrays)
+        self._key = type(call), tuple((name, x.shape, x.dtype) for name, x in shapes.items()), options
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CallShapes) and self._key == other._key
 
 
 @jax.tree_util.register_static

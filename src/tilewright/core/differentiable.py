@@ -1,9 +1,10 @@
-"""The one wrapper that makes an implementation differentiable and batch-aware.
+"""The one wrapper that makes an implementation differentiable, batch-aware and partitionable.
 
 `run` takes a call through an implementation. Under `jax.grad` its backward pass runs, from what its forward pass saved.
 Under `jax.vmap` the calls become one call with a larger batch wherever that is the same thing (`can_merge`), and the
 config is chosen for that larger call: JAX's own rule would give a kernel a loop, or one more grid axis, around blocks
-that were chosen for one element.
+that were chosen for one element. Where the compiler partitions a program, each device runs a pass on its part of the
+call (core/partitioning.py).
 """
 
 import functools
@@ -12,9 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from tilewright.core.call import Call, Static, batch_size, can_merge, element_of, merge, merge_array, split_array
-from tilewright.core.implementation import Implementation
+from tilewright.core.boundary import not_differentiable
+from tilewright.core.call import Call, Shard, Static, batch_size, can_merge, element_of, merge, merge_array, split_array
+from tilewright.core.implementation import KERNEL_PLATFORM, Implementation
+from tilewright.core.manual_axes import vary_over, varying_axes, without_axes
+from tilewright.core.partitioning import Axes, Letters, run_partitioned
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,11 @@ class Settled:
 @runtime_checkable
 class Request(Protocol):
     """Everything static about a call that was asked for; hashable. It decides what runs the call (dispatch)."""
+
+    @property
+    def name(self) -> str:
+        """The op's."""
+        ...
 
     def settle(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> Settled:
         """`chosen` names the implementation that ran the forward pass, where the backward pass is decided."""
@@ -54,6 +64,8 @@ def _differentiable(request: Request, call: Call) -> Any:
 
 def _save(request: Request, call: Call) -> tuple[Any, Any]:
     outputs, saved, chosen = _forward(request, call, save=True)
+    # A policy of `jax.checkpoint` may keep these by the op's name: the backward pass then runs without the forward pass.
+    outputs, saved = jax.tree.map(lambda x: checkpoint_name(x, request.name), (outputs, saved))
     backward = request.settle(call, differentiated=True, chosen=chosen.value).implementation.backward
     reads = backward.reads if backward is not None else ()
     dropped = {
@@ -73,21 +85,102 @@ def _pull_back(request: Request, residuals: Any, cotangents: Any) -> tuple[Any]:
 _differentiable.defvjp(_save, _pull_back)
 
 
+@dataclass(frozen=True)
+class _ForwardPass:
+    """The forward pass of a call, or of one device's part. Its results are the outputs and what is saved."""
+
+    request: Request
+    save: bool
+    sums = False
+
+    def settle(self, call: Call) -> Settled:
+        return self.request.settle(call, differentiated=self.save)
+
+    def run(self, call: Call, operands: Any, settled: Settled, shard: Shard | None = None) -> Any:
+        launch, part = settled.decision.forward.launch, call if shard is None else shard.call
+        with launch.active():
+            results = settled.implementation.forward.run(part.flattened(), launch, save=self.save)
+        outputs, saved = call.unflattened(results)
+        outputs, saved = (outputs, saved) if shard is None else shard.combine(outputs, saved)
+        return outputs, saved if self.save else None
+
+    def operand_letters(self, axes: Axes, operands: Any, settled: Settled) -> list[Letters]:
+        return []
+
+    def result_letters(self, axes: Axes, results: Any, settled: Settled) -> list[Letters]:
+        outputs, saved = results
+        return [*axes.of_outputs(outputs), *axes.of_leaves(saved, settled.implementation.forward.saved)]
+
+
+@dataclass(frozen=True)
+class _BackwardPass:
+    """The backward pass of a call that `chosen` ran forward. `operands` are what was saved and the cotangents."""
+
+    request: Request
+    chosen: str
+    sums = True
+
+    def settle(self, call: Call) -> Settled:
+        return self.request.settle(call, differentiated=True, chosen=self.chosen)
+
+    def run(self, call: Call, operands: Any, settled: Settled, shard: Shard | None = None) -> Any:
+        saved, cotangents = operands
+        backward, launch = settled.implementation.backward, settled.decision.backward.launch
+        assert backward is not None
+        part, cotangents = (call, cotangents) if shard is None else (shard.call, shard.cotangents(cotangents))
+        with launch.active():
+            gradients = backward.run(part.flattened(), *call.flattened_leaves((saved, cotangents)), launch)
+        return call.unflattened(gradients)
+
+    def operand_letters(self, axes: Axes, operands: Any, settled: Settled) -> list[Letters]:
+        saved, cotangents = operands
+        return [*axes.of_leaves(saved, settled.implementation.forward.saved), *axes.of_outputs(cotangents)]
+
+    def result_letters(self, axes: Axes, results: Any, settled: Settled) -> list[Letters]:
+        return [axes.arrays[name] for name in results.given()]
+
+
+def _execute(one: Any, call: Call, operands: Any, settled: Settled, *, partitioned: bool) -> Any:
+    """Runs a pass on values without mesh axes in their types; its results vary over those of the arguments."""
+    arrays = [x for x in jax.tree.leaves((call, operands)) if not isinstance(x, jax.ShapeDtypeStruct)]
+    axes = varying_axes(*arrays)
+    call, operands = jax.tree.map(without_axes, (call, operands))
+    call, operands = not_differentiable((call, operands), _once_only(settled.decision))
+    # The compiler partitions plain JAX by itself, but cannot keep two sharded axes apart that are flattened into rows.
+    if partitioned and (settled.decision.implementation in KERNEL_PLATFORM or call.rows):
+        results = run_partitioned(one, call, operands, settled)
+    else:
+        results = one.run(call, operands, settled)
+    return jax.tree.map(lambda x: vary_over(x, axes), results)
+
+
+def _once_only(decision: Any) -> str:
+    return (
+        f"{decision.op}: implementation={decision.implementation!r} has no second derivative; use "
+        f"implementation='reference'"
+    )
+
+
 def _forward(request: Request, call: Call, *, save: bool) -> tuple[Any, Any, Static]:
     """Outputs, what was saved, and the name of the implementation that ran."""
     noted: list[Any] = []
 
-    def body(call: Call) -> tuple[Any, Any, Static]:
+    def body(call: Call, *, partitioned: bool = True) -> tuple[Any, Any, Static]:
         settled = request.settle(call, differentiated=save)
         request.note(settled.decision)
         noted.append(settled.decision)
-        run, launch = settled.implementation.forward.run, settled.decision.forward.launch
-        with launch.active():
-            if save and settled.implementation.backward is None:
-                outputs, saved = jax.vjp(lambda call: run(call, launch, save=False)[0], call)
-            else:
-                outputs, saved = run(call, launch, save=save)
-        return outputs, saved if save else None, Static(settled.decision.implementation)
+        if settled.implementation.backward is None:
+            # Plain JAX, of which every transformation is JAX's own.
+            launch, run = settled.decision.forward.launch, settled.implementation.forward.run
+            with launch.active():
+
+                def function(call: Call) -> Any:
+                    return run(call, launch, save=False)[0]
+
+                outputs, saved = jax.vjp(function, call) if save else (function(call), None)
+        else:
+            outputs, saved = _execute(_ForwardPass(request, save), call, (), settled, partitioned=partitioned)
+        return outputs, saved, Static(settled.decision.implementation)
 
     @jax.custom_batching.custom_vmap
     def function(call: Call) -> tuple[Any, Any, Static]:
@@ -101,7 +194,7 @@ def _forward(request: Request, call: Call, *, save: bool) -> tuple[Any, Any, Sta
         element = element_of(joined, flags)
         implementation = request.settle(element, differentiated=save).implementation
         if not can_merge(element, flags, backward=False) or (save and implementation.backward is None):
-            return _by_jax(body, size, batched, (call,))
+            return _by_jax(functools.partial(body, partitioned=False), size, batched, (call,))
         results = _forward(request, merge(joined, flags, size), save=save)
         results = jax.tree.map(lambda x: split_array(x, size, call.vmapped), results)
         return results, jax.tree.map(lambda _: True, results)
@@ -114,14 +207,13 @@ def _backward(
 ) -> Call:
     """The gradient of a call. `dropped` has the shapes of the arrays that were not kept for this pass."""
 
-    def body(call: Call, saved: Any, cotangents: Any) -> Call:
+    def body(call: Call, saved: Any, cotangents: Any, *, partitioned: bool = True) -> Call:
         whole = call.with_arrays(dropped)
         settled = request.settle(whole, differentiated=True, chosen=chosen)
-        backward, launch = settled.implementation.backward, settled.decision.backward.launch
-        if backward is None:
+        if settled.implementation.backward is None:
             return saved(cotangents)[0]
-        with launch.active():
-            return backward.run(whole, saved, cotangents, launch)
+        one = _BackwardPass(request, chosen)
+        return _execute(one, whole, (saved, cotangents), settled, partitioned=partitioned)
 
     @jax.custom_batching.custom_vmap
     def function(call: Call, saved: Any, cotangents: Any) -> Call:
@@ -133,7 +225,7 @@ def _backward(
         element = element_of(whole, batched[0])
         implementation = request.settle(element, differentiated=True, chosen=chosen).implementation
         if not can_merge(element, batched[0], backward=True) or implementation.backward is None:
-            return _by_jax(body, size, batched, (call, saved, cotangents))
+            return _by_jax(functools.partial(body, partitioned=False), size, batched, (call, saved, cotangents))
         batch = batch_size(element)
 
         def larger(x: Any, is_batched: Any) -> Any:

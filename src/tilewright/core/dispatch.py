@@ -6,6 +6,7 @@ An op family is a folder with a file or package per implementation; its name is 
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -18,11 +19,14 @@ from typing import Any, Literal
 import jax
 
 from tilewright.core import differentiable
-from tilewright.core.call import Call
+from tilewright.core.boundary import Unsupported as Unsupported
+from tilewright.core.boundary import refused_on, reverse_mode_only
+from tilewright.core.call import Call, CallShapes
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.config import Config
 from tilewright.core.differentiable import Settled
+from tilewright.core.implementation import KERNEL_PLATFORM as KERNEL_PLATFORM
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.partitioning import run_explicit
 from tilewright.core.target import INTERPRETED_AS, Interpret, current_chip, current_interpret
@@ -31,13 +35,10 @@ _log = logging.getLogger("tilewright")
 
 ImplementationName = Literal["pallas_tpu", "pallas_gpu", "xla", "reference"]
 """The implementations that ops have, by the name of their file. `pallas_tpu` and `pallas_gpu` are kernels."""
-# The kernels' platforms. Everything else is plain JAX and runs anywhere.
-KERNEL_PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 _PLATFORM_WORD = {"tpu": "TPU", "gpu": "GPU", "cpu": "CPU"}
-
-
-class Unsupported(NotImplementedError):
-    """A named implementation cannot run these arguments on this device. The text has the reason and the way out."""
+# JAX's name of each platform that a program is lowered for, and a chip of it to name in messages.
+_LOWERED_AS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+_TARGET = {"tpu": "v6e", "gpu": "h200", "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,51 @@ class Op:
     def run(self, call: Call, *, implementation: str | None, config: Any) -> Any:
         """Decide which implementation takes this call, and run it. For the family's api.py."""
         request = self._request(call, implementation, config)
-        return run_explicit(self.name, call, lambda part: self._run(request, part.varying_alike()))
+        try:
+            return run_explicit(self.name, call, lambda part: self._run(request, part.varying_alike()))
+        except Exception as error:
+            if isinstance(error, Unsupported) or not (symbolic := call.symbolic_sizes()):
+                raise
+            taken = request.decide(call, differentiated=False)[0].implementation
+            raise Unsupported(
+                f"{self.name}: implementation={taken!r} needs to know more about the symbolic sizes {', '.join(symbolic)}: "
+                f"{str(error).splitlines()[0]} Give jax.export.symbolic_shape a constraint that decides it, export it for "
+                f"fixed sizes, or name implementation='reference'"
+            ) from error
 
     def _run(self, request: "_Request", call: Call) -> Any:
         decision, found = request.decide(call, differentiated=False)
+        given = call.given()
+        if refused := self._refused_platforms(decision):
+            first = next(iter(given))
+            call = call.with_arrays({first: refused_on(given[first], refused)})
         if found.backward is not None:
-            return differentiable.run(request, call)
+            arrays = {name: x for name, x in call.given().items() if name in call.differentiable_arrays}
+            return differentiable.run(request, call.with_arrays(reverse_mode_only(arrays, _reverse_only(decision))))
         _note(decision)
         launch = decision.forward.launch
         assert launch is not None
         with launch.active():
             return found.forward.run(call, launch, save=False)[0]
+
+    def _refused_platforms(self, decision: Decision) -> dict[str, str]:
+        """The platforms that what was decided must not be lowered for, each with the reason and the way out."""
+        refused: dict[str, str] = {}
+        for platform, lowered_as in _LOWERED_AS.items():
+            kernel = KERNEL_PLATFORM.get(decision.implementation)
+            here = f"{self.name}: traced for {decision.chip.name}, where it takes {decision.implementation!r}"
+            if kernel not in (None, platform) and decision.interpret is None:
+                refused[lowered_as] = (
+                    f"{here}, and lowered for {lowered_as}, which has no such kernel; lower it once per platform, traced "
+                    f"under tilewright.target({_TARGET[platform]!r}) for this one, or name implementation={self.plain!r}"
+                )
+            has = [name for name, on in KERNEL_PLATFORM.items() if on == platform and name in self.implementations]
+            if kernel is None and not decision.named and has and platform != decision.chip.platform:
+                refused[lowered_as] = (
+                    f"{here}, and lowered for {lowered_as}, which has the kernel {has[0]!r}; trace it under "
+                    f"tilewright.target({_TARGET[platform]!r}), or name implementation={self.plain!r}"
+                )
+        return refused
 
     def decide(self, call: Call, *, implementation: str | None = None, config: Any = None) -> Decision:
         """The decision `run` would take. Raises `Unsupported` where a named implementation cannot run."""
@@ -166,6 +201,7 @@ class Op:
         self, request: "_Request", call: Call, implementation: str | None, *, differentiated: bool
     ) -> tuple[Decision, Implementation]:
         """Takes the first candidate that can run forward, and where the call is differentiated, backward too."""
+        symbolic, call = call.symbolic_sizes(), call.flattened().with_known_sizes()
         configs, interpret, named = request.configs, request.interpret, request.implementation is not None
         candidates = (implementation,) if implementation is not None else self.implementations
         if configs and implementation is None:
@@ -174,6 +210,13 @@ class Op:
         for name in candidates:
             launch_chip, reason = self._place(name, request.chip, interpret, named=named)
             found = None
+            if reason is None and symbolic and name in KERNEL_PLATFORM:
+                # Not a reason to take another in silence.
+                raise Unsupported(
+                    f"{self.name}: implementation={name!r} needs sizes that are known when it is traced, and "
+                    f"{', '.join(symbolic)} are symbolic; export it for fixed sizes, or name "
+                    f"implementation={self.plain!r}"
+                )
             if reason is None:
                 found, reason = self._for_architecture(name, launch_chip)
             if reason is None and found is not None:
@@ -255,6 +298,20 @@ def _decide_pass(
     return PassDecision(launch, source, one.refusal(call, launch), one.note)
 
 
+@functools.lru_cache(maxsize=4096)
+def _decided(
+    request: "_Request", shapes: CallShapes, implementation: str | None, differentiated: bool
+) -> tuple[Decision, Implementation]:
+    return request.op._decide(request, shapes.call, implementation, differentiated=differentiated)
+
+
+def _reverse_only(decision: Decision) -> str:
+    return (
+        f"{decision.op}: implementation={decision.implementation!r} has no forward-mode derivative (jax.jvp, jax.jacfwd, "
+        f"jax.linearize); use reverse mode (jax.grad, jax.vjp, jax.jacrev), or implementation='reference'"
+    )
+
+
 @dataclass(frozen=True)
 class _Request:
     """How a call was asked for: static, and enough to decide again for the call that reaches an implementation."""
@@ -265,9 +322,14 @@ class _Request:
     chip: Chip
     interpret: Interpret | None
 
+    @property
+    def name(self) -> str:
+        return self.op.name
+
     def decide(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> tuple[Decision, Implementation]:
         """`chosen` is what ran the forward pass of a call, where the backward pass of it is decided."""
-        return self.op._decide(self, call, chosen or self.implementation, differentiated=differentiated)
+        decision, found = _decided(self, CallShapes(call), chosen or self.implementation, differentiated)
+        return dataclasses.replace(decision, request=self), found
 
     def settle(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> Settled:
         decision, found = self.decide(call, differentiated=differentiated, chosen=chosen)

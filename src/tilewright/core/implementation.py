@@ -19,6 +19,8 @@ from tilewright.core.config import Config
 from tilewright.core.target import Interpret, interpreting_as, target
 
 DTYPES = ("float32", "bfloat16")
+# The implementations that are kernels, and their platforms. Everything else is plain JAX and runs anywhere.
+KERNEL_PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class Pass:
     reads: tuple[str, ...] | None = None
     """Backward: the arrays of the call that it reads; None for all. The others are shapes (`jax.ShapeDtypeStruct`), not
     kept."""
+    saved: Any = None
+    """Forward: the axes of the arrays in `saved`, as a pytree of its structure: "B H T", and "." for an axis that a call
+    cannot be cut along."""
     note: str = ""
     """What `explain` should say about this pass beside its config, such as whose gradient it is."""
 

@@ -1,13 +1,19 @@
-"""Arrays inside `shard_map`: the mesh axes that a value varies over, and casts that make several values agree.
+"""Arrays inside `jax.shard_map`: the mesh axes that a value varies over, and how an op takes such values.
 
 Inside `shard_map` a replicated weight and a sharded activation have different types. An op with a hand-written gradient
-must see one type, or the weight gradient would be that of a single shard. So the weight is cast to "varying" before the
-op: the transpose of that cast is the sum over the mesh axis.
+must see one type, or the gradient of the weight would be that of a single shard. So every array of a call is cast to
+vary alike before the op (`vary_alike`): the transpose of that cast is the sum over the mesh axis.
+
+Implementations themselves see values without such types. A pass has no collectives, so the types say nothing there, and
+kernels, interpreters and loops that start from constants would have to respect them. `without_axes` removes them in
+front of a pass, and `vary_over` brings them back behind it.
 """
 
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -17,8 +23,6 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
 
 def vary_over(array: Any, axes: frozenset[str]) -> Any:
     """`array`, cast to vary over all of `axes`."""
-    if array is None:
-        return array
     missing = axes - jax.typeof(array).manual_axis_type.varying
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
 
@@ -29,6 +33,21 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
     return tuple(vary_over(a, axes) for a in arrays) if axes else arrays
 
 
+def without_axes(array: Any) -> Any:
+    """`array`, with the type of a value that varies over no mesh axis."""
+    if isinstance(array, jax.ShapeDtypeStruct) or not varying_axes(array):
+        return array
+    return _without_axes_p.bind(array)
+
+
+# JAX has no public operation for this: with its check off it does the same inside of kernels.
+_without_axes_p = Primitive("without_axes")
+_without_axes_p.def_impl(lambda x: x)
+_without_axes_p.def_abstract_eval(lambda x: x.update(manual_axis_type=type(x.manual_axis_type)()))
+mlir.register_lowering(_without_axes_p, lambda _, x: [x])
+batching.primitive_batchers[_without_axes_p] = lambda args, axes: (_without_axes_p.bind(*args), axes[0])
+
+
 def output_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
-    """The shape of a `pallas_call` output that varies over the same mesh axes as `like`."""
+    """The shape of a kernel's output that varies over the same mesh axes as `like`, which JAX asks to be said."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)

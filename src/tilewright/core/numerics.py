@@ -12,13 +12,15 @@ eight float32 roundings of the largest value, since the two versions may sum in 
 where the oracle has none never passes.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
+
+from tilewright.core.boundary import identity
 
 FACTOR = 2.0
 FLOOR = 8 * float(np.finfo(np.float32).eps)
@@ -37,21 +39,17 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def round_gradient(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns x; its gradient is rounded to `dtype`.
 
     For references. A product of bfloat16 arrays with a float32 result has a float32 cotangent, which autodiff would
     multiply by bfloat16 in full float32. No matrix unit does that, so the baseline would be too accurate.
     """
-    del dtype
-    return x
+    return _round_gradient_p.bind(x, dtype=np.dtype(dtype))
 
 
-round_gradient.defvjp(
-    lambda x, dtype: (x, None),
-    lambda dtype, _, gradient: (rounded(gradient, dtype),),
-)
+_round_gradient_p = identity("round_gradient")
+ad.deflinear2(_round_gradient_p, lambda gradient, _, *, dtype: [rounded(gradient, dtype)])
 
 
 @dataclass(frozen=True)

@@ -1,54 +1,91 @@
 """Calls whose arrays are sharded over a mesh: each device runs the op on its own part.
 
-A call says which of its axes are independent of each other (`Call.independent`): batch, heads, rows. An array that is
-sharded along such an axis stays where it is. Where other arrays are sharded over a mesh axis and this one is not, it is
-replicated along that mesh axis, and its gradient is summed over it.
+A call says along which axes it is several smaller ones (`Call.independent`: batch, heads, rows), and which axis its
+outputs are sums over (`Call.reduced`: a vocabulary). An array that is sharded along such an axis stays where it is. Where
+other arrays are sharded over a mesh axis and this one is not, it is replicated along that mesh axis, and its gradient is
+summed over it.
 
 Explicit mesh axes are part of an array's type: there the call runs inside `jax.shard_map`, whose own rules sum the
-gradients of replicated arrays. Auto axes are known to the compiler alone, and kernels have no rule for them yet.
+gradients of replicated arrays (`run_explicit`). Auto axes are known to the compiler alone: there each pass of a call is
+a function with a partitioning rule of its own, which the compiler asks (`run_partitioned`).
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tilewright.core.call import Call
+from tilewright.core.call import Call, Static
 
 Letters = tuple[str, ...]
 Placement = Mapping[str, tuple[str, ...]]
-"""The mesh axes that each independent axis of a call is sharded over, by the first letter of its group."""
+"""The mesh axes that each axis of a call is sharded over, by the first letter of its group."""
 
 
 class Axes:
     """The letters of a call's axes, and which of them may be sharded together."""
 
     def __init__(self, call: Call):
+        self.call = call
         named = {name: call.letters(name, len(value.shape)) for name, value in call.given().items()}
         self.sizes: dict[str, int] = {}
         for name, value in call.given().items():
             for letter, size in zip(named[name], value.shape, strict=True):
                 self.sizes[letter] = max(size, self.sizes.get(letter, 0))
-        self.group = {letter: group[0] for group in call.independent_groups(self.sizes) for letter in group}
+        groups = (*call.independent_groups(self.sizes), *((letter,) for letter in call.reduced))
+        self.group = {letter: group[0] for group in groups for letter in group}
+        self.largest = {
+            group: max(self.sizes.get(letter, 0) for letter, of in self.group.items() if of == group)
+            for group in self.group.values()
+        }
         self.arrays = {name: self._settled(named[name], value.shape) for name, value in call.given().items()}
 
     def _settled(self, letters: Letters, shape: tuple[int, ...]) -> Letters:
-        """Letters, with "" for an axis of 1 that is broadcast."""
-        return tuple(
-            "" if size == 1 < self.sizes[letter] else letter for letter, size in zip(letters, shape, strict=True)
-        )
+        """Letters, with "" for an axis of 1 that is broadcast, such as one key head for all query heads."""
 
-    def of(self, spelled: str) -> Letters:
-        """The letters of an output, spelled such as "B T HV V"."""
+        def largest(letter: str) -> int:
+            return self.largest.get(self.group.get(letter, ""), self.sizes.get(letter, 1))
+
+        return tuple("" if size == 1 < largest(letter) else letter for letter, size in zip(letters, shape, strict=True))
+
+    def of(self, spelled: str, shape: tuple[int, ...]) -> Letters:
+        """The letters of a result of this shape, spelled such as "B T HV V". Axes that are not spelled are "."."""
+        letters = self.spelled(spelled)
+        return self._settled((*letters, *"." * (len(shape) - len(letters))), shape)
+
+    def spelled(self, text: str) -> Letters:
         leading = [letter for letter in self.sizes if letter.startswith("tokens")]
-        return tuple(each for letter in spelled.split() for each in (leading if letter == "*tokens" else [letter]))
+        return tuple(each for letter in text.split() for each in (leading if letter == "*tokens" else [letter]))
+
+    def of_outputs(self, outputs: Any) -> list[Letters]:
+        """The letters of the outputs of the call, or of their cotangents."""
+        return self.of_leaves(tuple(jax.tree.leaves(outputs)), self.call.outputs)
+
+    def of_leaves(self, tree: Any, spelled: Any) -> list[Letters]:
+        """The letters of every array in a pytree. `spelled` has its structure, or a text for a whole branch of it."""
+        if tree is None or isinstance(tree, Static):
+            return []
+        if isinstance(tree, Mapping | tuple):
+            keys = sorted(tree) if isinstance(tree, Mapping) else range(len(tree))
+            below = [(tree[key], spelled if isinstance(spelled, str) else spelled[key]) for key in keys]
+            return [letters for one, text in below for letters in self.of_leaves(one, text)]
+        return [self.of(spelled, tree.shape)]
 
     def spec(self, letters: Letters, placement: Placement) -> P:
         entries = [placement.get(self.group.get(letter, ""), ()) for letter in letters]
         return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
+
+    def parts(self, letters: Letters, placement: Placement, mesh_shape: Mapping[str, int]) -> list[int]:
+        """Into how many parts each axis is cut."""
+        return [
+            math.prod(mesh_shape[axis] for axis in placement.get(self.group.get(letter, ""), ())) for letter in letters
+        ]
 
 
 def _entries(spec: Any, ndim: int) -> list[tuple[str, ...]]:
@@ -57,46 +94,88 @@ def _entries(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return given + [()] * (ndim - len(given))
 
 
-def _placement(
+def _divides(axes: Axes, group: str, parts: int) -> str | None:
+    """The first letter of a group whose size cannot be cut into this many parts."""
+    sizes = {letter: axes.sizes.get(letter, parts) for letter, of in axes.group.items() if of == group}
+    return next(
+        (letter for letter, size in sizes.items() if size % parts and not size == 1 < axes.largest[group]), None
+    )
+
+
+def _possible_placement(axes: Axes, specs: list[tuple[Letters, Any]], mesh_shape: Mapping[str, int]) -> Placement:
+    """Where the axes of a call lie, from the shardings of its arrays: what cannot be cut is left out."""
+    placement: dict[str, tuple[str, ...]] = {}
+    for letters, spec in specs:
+        for letter, mesh_axes in zip(letters, _entries(spec, len(letters)), strict=True):
+            group = axes.group.get(letter)
+            used = {axis for each in placement.values() for axis in each}
+            if group is None or group in placement or not mesh_axes or used & set(mesh_axes):
+                continue
+            if _divides(axes, group, math.prod(mesh_shape[axis] for axis in mesh_axes)) is None:
+                placement[group] = mesh_axes
+    return placement
+
+
+def _required_placement(
     op: str, axes: Axes, specs: Mapping[str, Any], mesh_shape: Mapping[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    """Where the independent axes of a call lie, from the shardings of its arrays; the first array that says so decides.
-
-    A sharding along any other axis is an error.
-    """
+    """As `_possible_placement`; a sharding along an axis that cannot be cut is an error."""
     placement: dict[str, tuple[str, ...]] = {}
     for name, spec in specs.items():
         for letter, mesh_axes in zip(axes.arrays[name], _entries(spec, len(axes.arrays[name])), strict=True):
             if not mesh_axes:
                 continue
-            where = (
-                f"{name} is sharded over mesh axis {mesh_axes[0]!r}"
-                if len(mesh_axes) == 1
-                else f"{name} is sharded over mesh axes {mesh_axes}"
-            )
             group = axes.group.get(letter)
             if group is None:
-                allowed = ", ".join(sorted(set(axes.group))) or "none"
-                raise ValueError(
-                    f"{op}: {where} along its axis {letter or 'of size 1'}, and {op} can be cut along {allowed} only; "
-                    f"pass jax.sharding.reshard({name}, ...) without it, or use jax.shard_map and exchange what the "
-                    f"shards need"
-                )
+                raise _cannot_be_cut(op, name, letter, mesh_axes, set(axes.group))
             used = {axis for other, each in placement.items() if other != group for axis in each}
             if used & set(mesh_axes):
                 raise ValueError(
-                    f"{op}: {where} along its axis {letter}, and another axis of this call is sharded over it too; pass "
+                    f"{op}: {_where(name, letter, mesh_axes)}, and another axis of this call is sharded over it too; pass "
                     f"jax.sharding.reshard({name}, ...) without it"
                 )
             placement.setdefault(group, mesh_axes)
-    for letter, group in axes.group.items():
-        parts = math.prod(mesh_shape[axis] for axis in placement.get(group, ()))
-        if letter in axes.sizes and axes.sizes[letter] % parts:
+    for group, mesh_axes in placement.items():
+        parts = math.prod(mesh_shape[axis] for axis in mesh_axes)
+        if (letter := _divides(axes, group, parts)) is not None:
             raise ValueError(
-                f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, over mesh axes "
-                f"{placement[group]}; use a mesh whose axes divide it, or reshard the arrays without them"
+                f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, over mesh axes {mesh_axes}; use a "
+                f"mesh whose axes divide it, or reshard the arrays without them"
             )
     return placement
+
+
+def _where(name: str, letter: str, mesh_axes: tuple[str, ...]) -> str:
+    plural = "axes" if len(mesh_axes) > 1 else "axis"
+    return (
+        f"{name} is sharded over mesh {plural} {', '.join(map(repr, mesh_axes))} along its axis {letter or 'of size 1'}"
+    )
+
+
+def _cannot_be_cut(op: str, name: str, letter: str, mesh_axes: tuple[str, ...], allowed: set[str]) -> ValueError:
+    axes = ", ".join(sorted(allowed)) or "no axis"
+    return ValueError(
+        f"{op}: {_where(name, letter, mesh_axes)}, and {op} can be cut along {axes} only; pass "
+        f"jax.sharding.reshard({name}, ...) without it, or use jax.shard_map and exchange what the shards need"
+    )
+
+
+# Explicit axes.
+
+
+def refuse_explicit(op: str, call_type: type[Call], **arrays: Any) -> None:
+    """Refuses arguments that are sharded along an axis that a call cannot be cut along.
+
+    For an api that computes something from its arguments before there is a call. `segment_ids` are [B, T] everywhere.
+    """
+    for name, x in arrays.items():
+        if x is None or AxisType.Explicit not in (sharding := jax.typeof(x).sharding).mesh.axis_types:
+            continue
+        letters = ("B", "T") if name == "segment_ids" else call_type.letters(name, x.ndim)
+        allowed = {letter for group in call_type.independent for letter in group} | set(call_type.reduced)
+        for letter, mesh_axes in zip(letters, _entries(sharding.spec, x.ndim), strict=True):
+            if mesh_axes and letter not in allowed:
+                raise _cannot_be_cut(op, name, letter, mesh_axes, allowed)
 
 
 def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
@@ -112,16 +191,179 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
         return function(call)
     mesh, axes = meshes[0], Axes(call)
     specs = {name: sharding.spec for name, sharding in shardings.items()}
-    placement = _placement(op, axes, specs, dict(mesh.shape))
+    placement = _required_placement(op, axes, specs, dict(mesh.shape))
     specs = {name: axes.spec(letters, placement) for name, letters in axes.arrays.items()}
     placed = {name: jax.sharding.reshard(value, NamedSharding(mesh, specs[name])) for name, value in given.items()}
-    outputs = tuple(axes.spec(axes.of(spelled), placement) for spelled in call.outputs)
+    outputs = tuple(axes.spec(axes.spelled(text), placement) for text in call.outputs)
     free = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+
+    def run_part(part: Call) -> Any:
+        over = tuple(axis for letter in call.reduced for axis in placement.get(letter, ()))
+        if not over:
+            return function(part)
+        shard = part.on_shard(over)
+        return shard.combine(function(shard.call), None)[0]
+
     run = jax.shard_map(
-        function,
+        run_part,
         mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
         in_specs=(call.with_arrays(specs),),
         out_specs=outputs if len(outputs) != 1 else outputs[0],
         axis_names=set(free),
     )
     return run(call.with_arrays(placed))
+
+
+# Auto axes.
+
+
+def run_partitioned(one: Any, call: Call, operands: Any, settled: Any) -> Any:
+    """Runs a pass of a call (`one`, core/differentiable.py) so that the compiler can cut it along the axes of the call.
+
+    The rule is asked for only where a program is compiled for several devices: a program for one device, and the inside
+    of `shard_map`, have the pass itself. A device's part is decided for its own shape, as long as it saves arrays of the
+    shapes that the whole call saves.
+    """
+    leaves, tree = jax.tree.flatten((call, operands))
+    is_array = [not isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    arrays = [x for x, real in zip(leaves, is_array, strict=True) if real]
+    result_tree: Any = None
+
+    def run_whole(*arrays: Any) -> list[Any]:
+        nonlocal result_tree
+        given = iter(arrays)
+        whole = tree.unflatten([next(given) if real else x for x, real in zip(leaves, is_array, strict=True)])
+        flat, result_tree = jax.tree.flatten(one.run(*whole, settled))
+        return flat
+
+    traced = _without_refs(jax.make_jaxpr(run_whole)(*arrays))
+    if traced.effects:  # An interpreter's callbacks, which only run in the order of the program.
+        return result_tree.unflatten(jaxpr_as_fun(traced)(*arrays))
+    shapes: list[Any] = list(traced.out_avals)
+
+    def letters_of_all() -> tuple[Axes, list[Letters], list[Letters]]:
+        axes = Axes(call)
+        of_operands = [*axes.arrays.values(), *one.operand_letters(axes, operands, settled)]
+        return axes, of_operands, one.result_letters(axes, result_tree.unflatten(shapes), settled)
+
+    def partition(mesh: Any, given: Any, _: Any) -> Any:
+        axes, of_operands, of_results = letters_of_all()
+        of_arrays = [letters for letters, real in zip(of_operands, is_array, strict=True) if real]
+        mesh_shape = dict(mesh.shape)
+        specs = [(letters, shape.sharding.spec) for letters, shape in zip(of_arrays, given, strict=False)]
+        placement = _possible_placement(axes, specs, mesh_shape)
+
+        def cut(shape: tuple[int, ...], letters: Letters) -> tuple[int, ...]:
+            return tuple(n // parts for n, parts in zip(shape, axes.parts(letters, placement, mesh_shape), strict=True))
+
+        expected = [(cut(x.shape, each), x.dtype) for x, each in zip(shapes, of_results, strict=True)]
+
+        def run_part(*arrays: Any) -> tuple[Any, ...]:
+            rest = iter(arrays)
+            part, beside = tree.unflatten(
+                [
+                    next(rest) if real else jax.ShapeDtypeStruct(cut(x.shape, letters), x.dtype)
+                    for x, real, letters in zip(leaves, is_array, of_operands, strict=True)
+                ]
+            )
+            over = tuple(axis for letter in call.reduced for axis in placement.get(letter, ()))
+            shard = part.on_shard(over) if over else None
+
+            def run(decided: Any) -> Any:
+                return one.run(part, beside, decided, shard)
+
+            decided = one.settle(part if shard is None else shard.call)
+            if decided.decision != settled.decision:
+                told, told_tree = jax.tree.flatten(jax.eval_shape(lambda: run(decided)))
+                if told_tree != result_tree or [(x.shape, x.dtype) for x in told] != expected:
+                    decided = settled
+            results = jax.tree.leaves(run(decided))
+            if one.sums:
+                for n, each in enumerate(of_results):
+                    has = {axes.group.get(letter) for letter in each}
+                    missing = tuple(axis for group, every in placement.items() if group not in has for axis in every)
+                    results[n] = jax.lax.psum(results[n], missing) if missing else results[n]
+            return tuple(results)
+
+        def place(every: list[Letters]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, axes.spec(each, placement)) for each in every)
+
+        constants = (NamedSharding(mesh, P()),) * len(traced.consts)
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            part = given[: len(arrays)]
+            return tuple(jaxpr_as_fun(_without_refs(jax.make_jaxpr(run_part)(*part)))(*part))
+
+        return mesh, run, place(of_results), (*place(of_arrays), *constants)
+
+    def rule(*_: Any) -> tuple[str, dict[str, Any]]:
+        axes, of_operands, of_results = letters_of_all()
+        real = [each for each, real in zip(of_operands, is_array, strict=True) if real]
+        constants = [("",) * len(x.shape) for x in traced.consts]
+        operand_shapes = [x.shape for x in (*arrays, *traced.consts)]
+        return _sharding_rule(axes, [*real, *constants], operand_shapes, of_results, [x.shape for x in shapes])
+
+    # JAX takes no constants here (a mask's block list is one): they are operands, the same on every device.
+    @custom_partitioning
+    def flat(*given: Any) -> tuple[Any, ...]:
+        closed = traced.replace(consts=list(given[len(arrays) :]))
+        return tuple(jaxpr_as_fun(closed)(*given[: len(arrays)]))
+
+    flat.def_partition(partition=partition, sharding_rule=rule)
+    return result_tree.unflatten(flat(*arrays, *traced.consts))
+
+
+def _without_refs(traced: Any) -> Any:
+    """A traced function whose refs, which kernels update in place, are values: custom_partitioning takes no refs.
+
+    JAX does the same to every program that it lowers, and has no public name for it.
+    """
+    from jax._src.state.discharge import discharge_state
+
+    return discharge_state(traced) if traced.effects else traced
+
+
+def _sharding_rule(
+    axes: Axes, operands: list[Letters], operand_shapes: list[Any], results: list[Letters], result_shapes: list[Any]
+) -> tuple[str, dict[str, Any]]:
+    """Shardy's rule: one factor per group of axes that is cut together, and one per axis that every device has whole.
+
+    Where sizes in a group differ (query and key heads), the smallest is the factor, and the others are compound.
+    """
+    sizes = {
+        group: min(
+            axes.sizes[letter]
+            for letter, of in axes.group.items()
+            if of == group and (axes.sizes.get(letter, 0) > 1 or axes.sizes.get(letter) == axes.largest[group])
+        )
+        for group, largest in axes.largest.items()
+        if largest
+    }
+    names = {group: f"i{n}" for n, group in enumerate(sizes)}
+    whole: dict[str, int] = {}
+    compound: dict[str, int] = {}
+
+    def spell(letters: Letters, shape: tuple[int, ...]) -> str:
+        parts = []
+        for letter, size in zip(letters, shape, strict=True):
+            group = axes.group.get(letter)
+            if group is not None and size == sizes[group]:
+                parts.append(names[group])
+                continue
+            factor = f"w{len(whole)}"
+            whole[factor] = size if group is None else size // sizes[group]
+            if group is not None:
+                parts.append(f"({names[group]} {factor})")
+                compound.update({names[group]: sizes[group], factor: whole[factor]})
+            else:
+                parts.append(factor)
+        return " ".join(parts)
+
+    left = ", ".join(spell(letters, shape) for letters, shape in zip(operands, operand_shapes, strict=True))
+    right = ", ".join(spell(letters, shape) for letters, shape in zip(results, result_shapes, strict=True))
+    # The size of a factor is told where no axis consists of it alone.
+    alone = {
+        factor for text in re.split(", | -> ", f"{left} -> {right}") for factor in re.sub(r"\(.*?\)", "", text).split()
+    }
+    told = {factor: size for factor, size in compound.items() if factor not in alone}
+    return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **told}

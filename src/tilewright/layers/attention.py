@@ -10,27 +10,18 @@ The state is a cache of keys and values, of one of two kinds:
   where the length is known; under `jit` its output is NaN.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
 from tilewright.core.segments import segment_starts
-from tilewright.layers.projection import (
-    Leaf,
-    Tensors,
-    check_batch,
-    check_sizes,
-    check_tokens,
-    draw_projection,
-    project,
-)
+from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, norm, project
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.norm.api import rms_norm
@@ -80,13 +71,16 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class Attention(Layer[AttentionWeights]):
     r"""Causal softmax attention.
 
     q, k = rope(norm(x Wq)), rope(norm(x Wk));  v = x Wv
     o = softmax(q k^T / sqrt(C)) v, causal
     y = o Wo, or (o * sigmoid(x Wg)) Wo where gated
     """
+
+    weights = AttentionWeights
+    state = AttentionState
 
     d_model: int
     num_heads: int
@@ -106,7 +100,7 @@ class Attention:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_sizes(self, "d_model", "num_heads", "num_kv_heads", "head_dim")
+        self.check_sizes("d_model", "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}, since the same number "
@@ -125,44 +119,25 @@ class Attention:
         """The number of channels of a head that RoPE rotates."""
         return int(self.head_dim * self.rope_fraction)
 
-    def init(self, key: PRNGKeyArray, dtype: Any = jnp.float32) -> AttentionWeights:
-        """Random weights."""
-        keys = jax.random.split(key, 5)
+    def parameters(self) -> dict[str, Parameter]:
+        """With the names of Qwen3's and Qwen3-Next's checkpoints ("model.layers.3.self_attn")."""
         d, queries, values = self.d_model, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norm = jnp.full((self.head_dim,), 1.0 - self.norm_offset, dtype) if self.qk_norm else None
-        return AttentionWeights(
-            q_proj=draw_projection(keys[0], d, queries, dtype),
-            k_proj=draw_projection(keys[1], d, values, dtype),
-            v_proj=draw_projection(keys[2], d, values, dtype),
-            o_proj=draw_projection(keys[3], queries, d, dtype),
-            q_norm=norm,
-            k_norm=norm,
-            gate_proj=draw_projection(keys[4], d, queries, dtype) if self.gated else None,
-        )
+        norms = ("q_norm", "k_norm") if self.qk_norm else ()
+        return {
+            "q_proj": linear("q_proj", d, queries),
+            "k_proj": linear("k_proj", d, values),
+            "v_proj": linear("v_proj", d, values),
+            "o_proj": linear("o_proj", queries, d),
+            **{name: norm(name, self.head_dim, 1.0 - self.norm_offset) for name in norms},
+            **({"gate_proj": linear("q_proj", d, queries)} if self.gated else {}),
+        }
 
-    def from_checkpoint(self, tensors: Mapping[str, Any], prefix: str = "") -> AttentionWeights:
-        """The weights under `prefix` ("model.layers.3.self_attn") of a Qwen3 or Qwen3-Next checkpoint, in its dtype.
-
-        In a gated checkpoint, q_proj has for each head the rows of its query, then those of its gate.
-        """
-        checkpoint = Tensors(tensors, prefix)
-        d, c = self.d_model, self.head_dim
-        queries, values = self.num_heads * c, self.num_kv_heads * c
-        gate_proj = None
-        if self.gated:
-            packed = checkpoint.array("q_proj.weight", (self.num_heads, 2, c, d))
-            q_proj, gate_proj = (packed[:, part].reshape(queries, d).T for part in (0, 1))
-        else:
-            q_proj = checkpoint.projection("q_proj", d, queries)
-        return AttentionWeights(
-            q_proj=q_proj,
-            k_proj=checkpoint.projection("k_proj", d, values),
-            v_proj=checkpoint.projection("v_proj", d, values),
-            o_proj=checkpoint.projection("o_proj", queries, d),
-            q_norm=checkpoint.array("q_norm.weight", (c,)) if self.qk_norm else None,
-            k_norm=checkpoint.array("k_norm.weight", (c,)) if self.qk_norm else None,
-            gate_proj=gate_proj,
-        )
+    def unpacked(self, checkpoint: Tensors) -> dict[str, jax.Array]:
+        """In a gated checkpoint, q_proj has for each head the rows of its query, then those of its gate."""
+        if not self.gated:
+            return {}
+        packed = checkpoint.array("q_proj.weight", (self.num_heads, 2, self.head_dim, self.d_model))
+        return {name: packed[:, n].reshape(-1, self.d_model).T for n, name in enumerate(("q_proj", "gate_proj"))}
 
     def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> AttentionState:
         """A fixed cache with room for `capacity` tokens, for activations of `dtype`."""
@@ -171,14 +146,15 @@ class Attention:
                 "capacity=None: a fixed cache of keys and values needs its number of tokens; pass capacity=..., or begin "
                 "with state=None for a cache that grows"
             )
-        empty = jnp.zeros((batch, capacity, self.num_kv_heads, self.head_dim), dtype)
-        return AttentionState(empty, empty, length=jnp.zeros((), jnp.int32))
+        shape = (batch, capacity, self.num_kv_heads, self.head_dim)
+        # A buffer each: a state is donated as a whole.
+        return AttentionState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), length=jnp.zeros((), jnp.int32))
 
     def apply(
         self,
-        weights: AttentionWeights,
+        weights: Any,
         x: Float[Array, "*tokens D"],
-        state: AttentionState | None = None,
+        state: Any = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         implementation: ImplementationName | None = None,
@@ -190,7 +166,8 @@ class Attention:
         segment. RoPE positions count all tokens of a row, since only their differences matter. `implementation` is that
         of `flash_attention`; the other ops, and the step of a single token, take the best that the device can run.
         """
-        check_tokens(x, self.d_model)
+        self.check_tokens(x)
+        self.check_weights(weights)
         b, t, _ = x.shape
         if state is not None:
             self._check_state(state, x)
@@ -208,7 +185,8 @@ class Attention:
         q = heads(weights.q_proj, weights.q_norm, self.num_heads)  # [B, T, H, C]
         k = heads(weights.k_proj, weights.k_norm, self.num_kv_heads)  # [B, T, KV, C]
         v = project(x, weights.v_proj).reshape(k.shape)
-        runs = None if segment_ids is None else _runs(segment_ids)
+        # The segments of a row, numbered 0, 1, 2, ... in order: an id that occurs again later is another segment.
+        runs = None if segment_ids is None else jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
         if state is None or state.length is None:
             o, after = _attend_grown(q, k, v, state, runs, implementation)
         else:
@@ -219,15 +197,11 @@ class Attention:
             o = (o.astype(gate.dtype) * gate).astype(x.dtype)
         return project(o, weights.o_proj), after
 
-    def _check_state(self, state: AttentionState, x: jax.Array) -> None:
-        check_batch(state, state.keys, x)
-        want = (self.num_kv_heads, self.head_dim)
-        if state.keys.shape[2:] != want:
-            raise ValueError(
-                f"state.keys is {list(state.keys.shape)}; for this layer it must be [B, S, KV, C] with "
-                f"[KV, C] = {list(want)}: pass the state that this layer returned, or None to begin"
-            )
-        capacity, t = state.keys.shape[1], x.shape[1]
+    def _check_state(self, state: Any, x: jax.Array) -> None:
+        capacity = state.keys.shape[1] if isinstance(state, AttentionState) else 0
+        slots = (capacity, self.num_kv_heads, self.head_dim)
+        self.check_state(state, x, keys=slots, values=slots)
+        t = x.shape[1]
         # A traced length is not known here; the outputs of tokens past the end are then NaN.
         length = 0 if state.length is None or isinstance(state.length, Tracer) else int(state.length)
         if state.length is not None and length + t > capacity:
@@ -235,11 +209,6 @@ class Attention:
                 f"state has room for {capacity} tokens, holds {length}, and x has T={t} more; make it larger with "
                 f"initial_state(batch, capacity={length + t}) or more"
             )
-
-
-def _runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Numbers the segments of a row 0, 1, 2, ... in order: an id that occurs again later is another segment."""
-    return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 
 
 def _segment_starts(runs: Int[Array, "B T"], positions: Int[Array, " T"], first: Int[Array, " B"]) -> Int[Array, "B T"]:

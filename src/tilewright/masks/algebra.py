@@ -1,5 +1,6 @@
 """What every mask is, and how masks combine: `&`, `|` and `~`. The masks themselves are in library.py."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,11 @@ class Mask:
         raise NotImplementedError
 
     def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
-        """Equal for two blocks only if their contents are equal."""
-        raise NotImplementedError
+        """Equal for two blocks only if their contents are equal. This one is of its own for every block."""
+        return (head if self.num_heads else 0, i, j)
 
     def misfit(self, heads: int, t: int, s: int) -> str | None:
         """Why it does not fit a call with `heads` heads, T queries and S keys; None where it does."""
-        del heads, t, s
         return None
 
     def _check_fit(self, t: int, s: int) -> None:
@@ -41,7 +41,7 @@ class Mask:
         return ()
 
     def _key(self) -> tuple[Any, ...]:
-        raise NotImplementedError
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))  # type: ignore[arg-type]
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._key() == other._key()  # type: ignore[attr-defined]
@@ -126,12 +126,9 @@ class Composed(Mask):
     def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
         return tuple(mask.signature(grid, head, i, j) for mask in self.children())
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.children()
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Both(Composed):
+class _OfTwo(Composed):
     left: Mask
     right: Mask
 
@@ -139,7 +136,11 @@ class Both(Composed):
         return (self.left, self.right)
 
     def __repr__(self) -> str:
-        return f"({self.left} & {self.right})"
+        return f"({self.left} {'&' if isinstance(self, Both) else '|'} {self.right})"
+
+
+class Both(_OfTwo):
+    """`left & right`."""
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
         return self.left.keep(rows, columns, q_offset, head) & self.right.keep(rows, columns, q_offset, head)
@@ -148,16 +149,8 @@ class Both(Composed):
         return np.minimum(self.left.kinds(grid), self.right.kinds(grid))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Either(Composed):
-    left: Mask
-    right: Mask
-
-    def children(self) -> tuple[Mask, ...]:
-        return (self.left, self.right)
-
-    def __repr__(self) -> str:
-        return f"({self.left} | {self.right})"
+class Either(_OfTwo):
+    """`left | right`."""
 
     def keep(self, rows: Any, columns: Any, q_offset: int = 0, head: int = 0) -> Any:
         return self.left.keep(rows, columns, q_offset, head) | self.right.keep(rows, columns, q_offset, head)

@@ -88,6 +88,20 @@ class BlockTable:
     """The distinct partial blocks, [n, block_q, block_k] bool; False past the ends of the axes."""
 
     @property
+    def kinds_to_the_end(self) -> np.ndarray:
+        """`kinds`, where the last block of keys is partial if the keys end inside of it, instead of full."""
+        if self.grid.s % self.grid.block_k == 0:
+            return self.kinds
+        last = self.kinds[:, :, -1:]
+        return np.concatenate([self.kinds[:, :, :-1], np.where(last == FULL, PARTIAL, last)], axis=2)
+
+    def every_content(self) -> tuple[np.ndarray, np.ndarray]:
+        """`contents` and behind them a full and an empty block; and the index of each block's contents among these."""
+        block, count = (1, *self.contents.shape[1:]), len(self.contents)
+        which = np.where(self.kinds == FULL, count, np.where(self.kinds == EMPTY, count + 1, self.content))
+        return np.concatenate([self.contents, np.ones(block, bool), np.zeros(block, bool)]), which
+
+    @property
     def visited(self) -> int:
         """The number of blocks that are not empty, over all heads."""
         return int((self.kinds != EMPTY).sum())

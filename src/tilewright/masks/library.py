@@ -41,6 +41,18 @@ def _of_interval(all_true: np.ndarray, none_true: np.ndarray) -> np.ndarray:
     return np.where(none_true, EMPTY, np.where(all_true, FULL, PARTIAL)).astype(np.int8)[None]
 
 
+def _kinds_of_rows(grid: Grid, heads: int, values_of: Callable[[slice], np.ndarray]) -> np.ndarray:
+    """The kinds of a mask from its values, [heads, rows, S] for a slice of the rows: a row of blocks at a time."""
+    found = np.empty((heads, grid.num_q, grid.num_k), np.int8)
+    starts = np.arange(grid.num_k) * grid.block_k
+    for i in range(grid.num_q):
+        values = values_of(slice(i * grid.block_q, min((i + 1) * grid.block_q, grid.t)))
+        some = np.logical_or.reduceat(values.any(1), starts, axis=-1)
+        every = np.logical_and.reduceat(values.all(1), starts, axis=-1)
+        found[:, i] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
     """A query attends to keys up to its own position plus `offset`."""
@@ -61,9 +73,6 @@ class Causal(Mask):
 
     def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
         return i * grid.block_q - j * grid.block_k
-
-    def _key(self) -> tuple[Any, ...]:
-        return (self.offset,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +107,6 @@ class SlidingWindow(Mask):
     def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
         return i * grid.block_q - j * grid.block_k
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.left, self.right)
-
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
@@ -121,9 +127,6 @@ class Prefix(Mask):
 
     def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
         return min(max(self.n - j * grid.block_k, 0), grid.block_k)
-
-    def _key(self) -> tuple[Any, ...]:
-        return (self.n,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +149,6 @@ class Dilated(Mask):
     def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
         return (i * grid.block_q - j * grid.block_k) % self.rate
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.rate,)
-
 
 class _OfArray(Mask):
     """A mask that is made from arrays, and hashed by their contents."""
@@ -161,7 +161,7 @@ class _OfArray(Mask):
         return digest.hexdigest()
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        raise NotImplementedError
+        return tuple(map(np.asarray, super()._key()))
 
     def _key(self) -> tuple[Any, ...]:
         return (self._digest,)
@@ -188,9 +188,6 @@ class Dense(_OfArray):
     def num_heads(self) -> int | None:  # type: ignore[override]
         return self.values.shape[0] if self.values.ndim == 3 else None
 
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        return (self.values,)
-
     def misfit(self, heads: int, t: int, s: int) -> str | None:
         if self.values.shape[-2:] != (t, s):
             return f"{self} is not [T, S] = [{t}, {s}]; its rows are the call's queries and its columns the keys"
@@ -203,17 +200,7 @@ class Dense(_OfArray):
 
     def kinds(self, grid: Grid) -> np.ndarray:
         values = self.values if self.values.ndim == 3 else self.values[None]
-        found = np.empty((values.shape[0], grid.num_q, grid.num_k), np.int8)
-        starts = np.arange(grid.num_k) * grid.block_k
-        for i in range(grid.num_q):
-            rows = values[:, i * grid.block_q : (i + 1) * grid.block_q]  # [heads, block_q, S]
-            some = np.logical_or.reduceat(rows.any(1), starts, axis=-1)
-            every = np.logical_and.reduceat(rows.all(1), starts, axis=-1)
-            found[:, i] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-        return found
-
-    def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
-        return (head if self.values.ndim == 3 else 0, i, j)
+        return _kinds_of_rows(grid, values.shape[0], lambda rows: values[:, rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,11 +225,7 @@ class BlockSparse(_OfArray):
     def __repr__(self) -> str:
         return f"BlockSparse({list(self.blocks.shape)}, {tuple(self.block_shape)})"
 
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        return (self.blocks, np.asarray(self.block_shape))
-
     def misfit(self, heads: int, t: int, s: int) -> str | None:
-        del heads
         wanted = (-(-t // self.block_shape[0]), -(-s // self.block_shape[1]))
         if self.blocks.shape != wanted:
             return (
@@ -303,7 +286,6 @@ class Segments(_OfArray):
         return (self.q_ids, self._keys())
 
     def misfit(self, heads: int, t: int, s: int) -> str | None:
-        del heads
         if len(self.q_ids) != t or len(self._keys()) != s:
             return f"{self} must have an id for each of T={t} queries and S={s} keys"
         return None
@@ -319,9 +301,6 @@ class Segments(_OfArray):
         k_least, k_most = (f.reduceat(keys, k_starts)[None, :] for f in (np.minimum, np.maximum))
         one = (q_least == q_most) & (k_least == k_most) & (q_least == k_least)
         return _of_interval(one, (q_most < k_least) | (k_most < q_least))
-
-    def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
-        return (i, j)
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,22 +341,13 @@ class MaskFn(Mask):
         return values
 
     def kinds(self, grid: Grid) -> np.ndarray:
-        found = np.empty((1, grid.num_q, grid.num_k), np.int8)
         columns = np.arange(grid.s)[None, :]
-        starts = np.arange(grid.num_k) * grid.block_k
-        for i in range(grid.num_q):
-            rows = np.arange(i * grid.block_q, min((i + 1) * grid.block_q, grid.t))[:, None]
-            values = np.broadcast_to(self.keep(rows, columns, grid.q_offset), (rows.shape[0], grid.s))
-            some = np.logical_or.reduceat(values.any(0), starts)
-            every = np.logical_and.reduceat(values.all(0), starts)
-            found[0, i] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-        return found
 
-    def signature(self, grid: Grid, head: int, i: int, j: int) -> Any:
-        return (i, j)
+        def values(rows: slice) -> np.ndarray:
+            kept = self.keep(np.arange(rows.start, rows.stop)[:, None], columns, grid.q_offset)
+            return np.broadcast_to(kept, (1, rows.stop - rows.start, grid.s))
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.function,)
+        return _kinds_of_rows(grid, 1, values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
 A runner executes commands in one place: on this machine (local.py), on a machine that SkyPilot rents (skypilot.py), or
 on an existing Ray cluster (ray.py). Not every runner supports every method: Ray rents nothing, and on this machine
-there is nothing to sync. An unsupported method raises `CannotDo` with the reason and the way out. registry.py opens the
-runner for a target; this module imports none of them.
+there is nothing to sync. An unsupported method raises `CannotDo` with the reason and the way out, which the runner has in
+`cannot`. registry.py opens the runner for a target; this module imports none of them.
 """
 
 import enum
@@ -25,6 +25,10 @@ class RunnerError(RuntimeError):
 
 class CannotDo(RunnerError):
     """This runner does not support the operation."""
+
+
+class NotInstalled(RunnerError):
+    """The package that a runner needs is not installed."""
 
 
 class LostConnection(RunnerError):
@@ -144,6 +148,8 @@ class Runner(Protocol):
     """A warning to show before the runner is used."""
     rents: bool = False
     """Whether its machine has to be launched before it exists."""
+    cannot: Mapping[str, str] = {}
+    """Why it does not support some of `plan`, `launch`, `sync` and `down`, and what to do instead."""
 
     def is_up(self) -> bool:
         """Whether the machine is up and takes jobs."""
@@ -151,15 +157,15 @@ class Runner(Protocol):
 
     def plan(self, rental: Rental) -> Plan:
         """What `launch` would rent, and its price. Rents nothing."""
-        ...
+        raise self._unsupported("plan")
 
     def launch(self, rental: Rental, workdir: Path, say: Callable[[str], None]) -> None:
         """Rents the machine, or takes it if it exists. `say` is called with the provisioning log as it arrives."""
-        ...
+        raise self._unsupported("plan")
 
     def sync(self, workdir: Path) -> None:
         """Copies the files of `workdir` to the machine, without those that git ignores."""
-        ...
+        raise self._unsupported("sync")
 
     def submit(self, job: Job) -> None:
         """Starts a job and returns. The job continues when this process ends."""
@@ -177,7 +183,10 @@ class Runner(Protocol):
 
     def down(self) -> None:
         """Returns the machine and deletes everything on it."""
-        ...
+        raise self._unsupported("down")
+
+    def _unsupported(self, method: str) -> CannotDo:
+        return CannotDo(f"--on {self.target} {self.cannot[method]}")
 
     def jobs(self) -> list[tuple[str, Status]]:
         """All jobs in this place by id, newest first, including those started from other machines."""

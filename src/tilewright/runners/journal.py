@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tilewright.runners.base import Job, State, Status, slug
 
@@ -33,12 +34,13 @@ def new_job(
     *,
     name: str | None = None,
     workdir: Path,
-    accelerator: str | None = None,
     env: Mapping[str, str] | None = None,
-    fetch: tuple[str, ...] = (),
-    commit: str | None = None,
+    **fields: Any,
 ) -> Job:
-    """Adds a job under a new id. Creating its directory is exclusive: two processes never get the same id."""
+    """Adds a job under a new id, with these fields of `Job`.
+
+    Creating its directory is exclusive: two processes never get the same id.
+    """
     home().mkdir(parents=True, exist_ok=True, mode=0o700)
     stem = slug(name or Path(command[0]).name)
     created = time.time()
@@ -49,29 +51,11 @@ def new_job(
             break
         except FileExistsError:
             continue
-    job = Job(
-        id=id,
-        target=target,
-        command=command,
-        workdir=workdir.resolve(),
-        accelerator=accelerator,
-        env=dict(env or {}),
-        fetch=fetch,
-        created=created,
-        commit=commit,
-    )
-    fields = {
-        "id": id,
-        "target": target,
-        "command": list(command),
-        "workdir": str(job.workdir),
-        "accelerator": accelerator,
-        "env_names": sorted(job.env),
-        "fetch": list(fetch),
-        "created": created,
-        "commit": commit,
-    }
-    write(directory(id) / "job.json", json.dumps(fields, indent=1))
+    where = {"id": id, "target": target, "workdir": workdir.resolve(), "created": created}
+    job = Job(command=command, env=dict(env or {}), **where, **fields)
+    kept = {name: value for name, value in vars(job).items() if name != "env"}
+    kept |= {"workdir": str(job.workdir), "env_names": sorted(job.env)}
+    write(directory(id) / "job.json", json.dumps(kept, indent=1))
     return job
 
 
@@ -106,16 +90,9 @@ def find(id: str) -> Job:
 
 def _read(path: Path) -> Job:
     fields = json.loads(path.read_text())
-    return Job(
-        id=fields["id"],
-        target=fields["target"],
-        command=tuple(fields["command"]),
-        workdir=Path(fields["workdir"]),
-        accelerator=fields["accelerator"],
-        fetch=tuple(fields["fetch"]),
-        created=fields["created"],
-        commit=fields["commit"],
-    )
+    del fields["env_names"]
+    lists = {name: tuple(fields[name]) for name in ("command", "fetch")}
+    return Job(**{**fields, **lists, "workdir": Path(fields["workdir"])})
 
 
 def every() -> Iterator[Job]:

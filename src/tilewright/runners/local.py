@@ -12,11 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 from tilewright.runners import journal, supervise
-from tilewright.runners.base import CannotDo, Collected, Job, Plan, Rental, Runner, RunnerError, State, Status
+from tilewright.runners.base import Collected, Job, Runner, RunnerError, State, Status
 
 _START_S = 20.0
 _POLL_S = 0.05
@@ -26,17 +25,11 @@ class LocalRunner(Runner):
     """Commands on this machine. They outlive the terminal they were started from."""
 
     target = "local"
-
-    def plan(self, rental: Rental) -> Plan:
-        raise CannotDo(
-            f"--on local rents nothing, so it cannot provide --accelerator {rental.accelerator}; use sky:CLUSTER"
-        )
-
-    def launch(self, rental: Rental, workdir: Path, say: Callable[[str], None]) -> None:
-        self.plan(rental)
-
-    def sync(self, workdir: Path) -> None:
-        raise CannotDo("--on local has nothing to sync: its jobs run in the checkout itself")
+    cannot = {  # noqa: RUF012
+        "plan": "rents nothing, so it cannot provide an accelerator; use sky:CLUSTER",
+        "sync": "has nothing to sync: its jobs run in the checkout itself",
+        "down": "has no rented machine; `tilewright remote cancel JOB` stops a job",
+    }
 
     def submit(self, job: Job) -> None:
         directory = journal.directory(job.id)
@@ -118,9 +111,6 @@ class LocalRunner(Runner):
                 journal.write_status(job.id, Status(State.CANCELLED, note="its supervisor had been killed"))
             time.sleep(_POLL_S)
         return status.state is State.CANCELLED and (asked is not None or bool(status.note))
-
-    def down(self) -> None:
-        raise CannotDo("--on local has no rented machine; `tilewright remote cancel JOB` stops a job")
 
     def jobs(self) -> list[tuple[str, Status]]:
         return [(job.id, self.status(job)) for job in journal.every() if job.target == self.target]

@@ -13,21 +13,12 @@ import logging
 import os
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tilewright.runners.accelerator import Accelerator
-from tilewright.runners.base import (
-    CannotDo,
-    Job,
-    LostConnection,
-    Plan,
-    Rental,
-    RunnerError,
-    State,
-    Status,
-)
+from tilewright.runners.base import Job, LostConnection, NotInstalled, RunnerError, State, Status
 from tilewright.runners.carried import LogCarried
 from tilewright.runners.upload import script_path, staged
 
@@ -47,6 +38,12 @@ _TOKEN_REMEDY = (
 
 class RayRunner(LogCarried):
     """Commands as Ray jobs. `address` is HOST:PORT of the head's dashboard, or its http(s) address."""
+
+    cannot = {  # noqa: RUF012
+        "plan": "rents no machines; use --on sky:CLUSTER, or `ray up` for a Ray cluster",
+        "sync": "has nothing to sync: each Ray job uploads its own files when it is submitted",
+        "down": "was not started by this runner; stop the cluster with `ray down` or `ray stop`",
+    }
 
     def __init__(self, address: str):
         super().__init__()
@@ -79,7 +76,7 @@ class RayRunner(LogCarried):
             try:
                 ray_jobs = importlib.import_module("ray.job_submission")
             except ImportError as error:
-                raise RunnerError(
+                raise NotInstalled(
                     f"--on {self.target} needs Ray, which is not installed: pip install 'tilewright[ray]', or "
                     "uv sync --extra ray in a checkout"
                 ) from error
@@ -128,22 +125,6 @@ class RayRunner(LogCarried):
             if "WebSocket" in text:
                 raise LostConnection(f"{self.target} closed the log of {job.id if job else 'a job'}") from None
             raise RunnerError(f"{self.target} refuses: {_first_line(text)}") from None
-
-    def plan(self, rental: Rental) -> Plan:
-        raise CannotDo(
-            f"{self.target}: this runner rents no machines; use --on sky:CLUSTER, or `ray up` for a Ray cluster"
-        )
-
-    def launch(self, rental: Rental, workdir: Path, say: Callable[[str], None]) -> None:
-        self.plan(rental)
-
-    def sync(self, workdir: Path) -> None:
-        raise CannotDo(
-            f"{self.target}: each Ray job uploads its own files when it is submitted, so there is nothing to sync"
-        )
-
-    def down(self) -> None:
-        raise CannotDo(f"{self.target}: this runner did not start the cluster; stop it with `ray down` or `ray stop`")
 
     def submit(self, job: Job) -> None:
         client = self._client

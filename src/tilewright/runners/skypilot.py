@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.runners.accelerator import Accelerator
-from tilewright.runners.base import (
-    Cluster,
-    Job,
-    LostConnection,
-    Plan,
-    Rental,
-    RunnerError,
-    State,
-    Status,
-)
+from tilewright.runners.base import Cluster, Job, LostConnection, NotInstalled, Plan, Rental, RunnerError, State, Status
 from tilewright.runners.carried import LogCarried
 from tilewright.runners.payload import HAVE_UV
 from tilewright.runners.upload import script_path, staged
@@ -310,7 +301,7 @@ def _sky() -> Any:
     try:
         sky = importlib.import_module("sky")
     except ImportError as error:
-        raise RunnerError(
+        raise NotInstalled(
             "--on sky:CLUSTER needs SkyPilot, which is not installed: pip install 'tilewright[sky]', or "
             "uv sync --extra sky in a checkout"
         ) from error

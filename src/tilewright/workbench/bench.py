@@ -19,11 +19,13 @@ from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Decision, Op, noting_decisions
 from tilewright.core.target import default_device
 from tilewright.workbench.check import call, call_with_gradients, cotangents_like
+from tilewright.workbench.figures import one_line
 from tilewright.workbench.records import Provenance, Record
 from tilewright.workbench.sampling import samples
 
 Mode = Literal["forward", "forward+backward"]
 Metrics = dict[str, float | int | str | bool | None]
+Judge = Callable[[Mapping[str, Any]], Metrics]
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,55 @@ class Measured:
 
     samples_s: tuple[float, ...]
     metrics: Metrics
-    decisions: tuple[Decision, ...]
     results: Mapping[str, Any]
     """The outputs by name, and the gradients as `d <name>`; empty where the function was only compiled."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function compiled for one case, of (arrays, cotangents), that returns results by name."""
+
+    case: Case
+    dtype: str
+    mode: Mode
+    run: Callable[[Any, Any], dict[str, Any]]
+    cotangents: tuple[Any, ...]
+    """Their shapes and dtypes; empty for a forward pass alone."""
+    metrics: Metrics
+    decisions: tuple[Decision, ...]
+
+    @staticmethod
+    def of(
+        function: Callable[..., tuple[Any, ...]],
+        case: Case,
+        arrays: Mapping[str, Any],
+        cotangents: tuple[Any, ...],
+        dtype: str,
+        mode: Mode,
+    ) -> "Program":
+        """Compiles a JAX function of the case's arrays that returns the case's outputs in order."""
+        if mode == "forward+backward":
+            jitted = jax.jit(call_with_gradients(function, case))
+        else:
+            jitted = jax.jit(lambda arrays, _: dict(zip(case.outputs, function(**arrays), strict=True)))
+        began = time.perf_counter()
+        with noting_decisions() as decisions:
+            compiled = jitted.lower(dict(arrays), cotangents).compile()
+        metrics: Metrics = {"compile_s": time.perf_counter() - began, **_memory(compiled)}
+        return Program(case, dtype, mode, compiled, cotangents, metrics, tuple(decisions))
+
+    def time(self, arrays: Mapping[str, Any], cotangents: tuple[Any, ...], timing: Timing) -> Measured:
+        """Runs and times it."""
+        arrays = dict(arrays)
+        jax.block_until_ready((arrays, cotangents))
+        began = time.perf_counter()
+        results = jax.block_until_ready(self.run(arrays, cotangents))
+        first_run_s = time.perf_counter() - began
+        taken = samples(lambda: self.run(arrays, cotangents), jax.block_until_ready, timing.seconds)
+        compile_s = self.metrics["compile_s"]
+        assert isinstance(compile_s, float)
+        metrics = self.metrics | {"first_step_s": compile_s + first_run_s}
+        return Measured(taken, metrics | achieved(self.case, taken, self.dtype, self.mode), results)
 
 
 @dataclass(frozen=True)
@@ -52,11 +100,8 @@ class Compiled:
     """One implementation compiled for one case: `time_case` runs and times it."""
 
     op: Op
-    case: Case
     implementation: str
-    dtype: str
-    mode: Mode
-    program: "_Program"
+    program: Program
 
 
 def bench_case(
@@ -66,7 +111,7 @@ def bench_case(
     dtype: str,
     mode: Mode,
     timing: Timing,
-    judge: Callable[[Mapping[str, Any]], Metrics] | None = None,
+    judge: Judge | None = None,
 ) -> Record:
     """Compiles, runs and times one implementation on one case. Raises `Unsupported` where it cannot run on this device.
 
@@ -86,33 +131,44 @@ def compile_case(
     cotangents: tuple[Any, ...] = ()
     if mode == "forward+backward":
         cotangents = jax.eval_shape(function, **structs) if outputs is None else outputs
-    return Compiled(op, case, implementation, dtype, mode, _compile(function, case, structs, cotangents, mode))
+    return Compiled(op, implementation, Program.of(function, case, structs, cotangents, dtype, mode))
 
 
-def time_case(
-    compiled: Compiled, timing: Timing, judge: Callable[[Mapping[str, Any]], Metrics] | None = None
-) -> Record:
+def time_case(compiled: Compiled, timing: Timing, judge: Judge | None = None) -> Record:
     """Runs and times a compiled case on random inputs. See `bench_case`."""
-    case, program = compiled.case, compiled.program
-    measured = Measured((), program.metrics, program.decisions, {})
+    program = compiled.program
+    measured = Measured((), program.metrics, {})
     if timing.run:
         cotangents = cotangents_like(program.cotangents, seed=0)
-        measured = _time(program, case, case.draw(compiled.dtype), cotangents, compiled.dtype, compiled.mode, timing)
-    directions = ("forward", "backward") if compiled.mode == "forward+backward" else ("forward",)
-    configs, sources = decided_configs(measured.decisions[0], directions)
-    return Record(
-        kind="bench",
-        op=compiled.op.name,
-        implementation=compiled.implementation,
-        case=case.name,
-        dtype=compiled.dtype,
-        mode=compiled.mode,
-        provenance=Provenance.here(default_device()),
+        measured = program.time(program.case.draw(program.dtype), cotangents, timing)
+    directions = ("forward", "backward") if program.mode == "forward+backward" else ("forward",)
+    configs, sources = decided_configs(program.decisions[0], directions)
+    return bench_record(
+        compiled.op,
+        program.case,
+        compiled.implementation,
+        program.dtype,
+        program.mode,
         configs=configs,
         config_sources=sources,
         samples_s=measured.samples_s,
-        metrics=measured.metrics | (judge(measured.results) if judge is not None and timing.run else {}),
+        metrics=measured.metrics | (judged(judge, measured.results) if judge is not None and timing.run else {}),
     )
+
+
+def bench_record(op: Op, case: Case, implementation: str, dtype: str, mode: Mode, **fields: Any) -> Record:
+    """A record of a measurement, or of its failure, that is made here and now."""
+    where = {"provenance": Provenance.here(default_device())}
+    names = {"op": op.name, "case": case.name, "implementation": implementation, "dtype": dtype, "mode": mode}
+    return Record(**{"kind": "bench", **names, **where, **fields})
+
+
+def judged(judge: Judge, results: Mapping[str, Any]) -> Metrics:
+    """The judge's metrics. Where it fails, as for want of memory, the measurement is kept with the reason."""
+    try:
+        return judge(results)
+    except Exception as error:
+        return {"not_judged": one_line(error)}
 
 
 def decided_configs(decision: Decision, directions: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -121,69 +177,6 @@ def decided_configs(decision: Decision, directions: tuple[str, ...]) -> tuple[di
     chosen = {name: config for name, config in decision.configs.items() if name in directions}
     configs = {name: config.to_json() for name, config in chosen.items()}
     return configs, {name: passes[name].config_source for name in chosen}
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A compiled function of (arrays, cotangents) that returns results by name."""
-
-    run: Callable[[Any, Any], dict[str, Any]]
-    cotangents: tuple[Any, ...]
-    """Their shapes and dtypes; empty for a forward pass alone."""
-    metrics: Metrics
-    decisions: tuple[Decision, ...]
-
-
-def measure(
-    function: Callable[..., tuple[Any, ...]],
-    case: Case,
-    arrays: Mapping[str, Any],
-    cotangents: tuple[Any, ...],
-    dtype: str,
-    mode: Mode,
-    timing: Timing,
-) -> Measured:
-    """Compiles, runs and times a JAX function of the case's arrays that returns the case's outputs in order."""
-    return _time(_compile(function, case, arrays, cotangents, mode), case, arrays, cotangents, dtype, mode, timing)
-
-
-def _compile(
-    function: Callable[..., tuple[Any, ...]],
-    case: Case,
-    arrays: Mapping[str, Any],
-    cotangents: tuple[Any, ...],
-    mode: Mode,
-) -> _Program:
-    if mode == "forward+backward":
-        jitted = jax.jit(call_with_gradients(function, case))
-    else:
-        jitted = jax.jit(lambda arrays, _: dict(zip(case.outputs, function(**arrays), strict=True)))
-    began = time.perf_counter()
-    with noting_decisions() as decisions:
-        compiled = jitted.lower(dict(arrays), cotangents).compile()
-    metrics: Metrics = {"compile_s": time.perf_counter() - began, **_memory(compiled)}
-    return _Program(compiled, cotangents, metrics, tuple(decisions))
-
-
-def _time(
-    program: _Program,
-    case: Case,
-    arrays: Mapping[str, Any],
-    cotangents: tuple[Any, ...],
-    dtype: str,
-    mode: Mode,
-    timing: Timing,
-) -> Measured:
-    arrays = dict(arrays)
-    jax.block_until_ready((arrays, cotangents))
-    began = time.perf_counter()
-    results = jax.block_until_ready(program.run(arrays, cotangents))
-    first_run_s = time.perf_counter() - began
-    taken = samples(lambda: program.run(arrays, cotangents), jax.block_until_ready, timing.seconds)
-    compile_s = program.metrics["compile_s"]
-    assert isinstance(compile_s, float)
-    metrics = program.metrics | {"first_step_s": compile_s + first_run_s} | achieved(case, taken, dtype, mode)
-    return Measured(taken, metrics, program.decisions, results)
 
 
 def _memory(compiled: Any) -> dict[str, int | None]:

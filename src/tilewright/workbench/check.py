@@ -1,6 +1,8 @@
 """Compares the values and every gradient of an implementation with the oracle, over an op's cases."""
 
+import contextlib
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,10 @@ from tilewright.core.chip import Chip
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op
 from tilewright.core.implementation import DTYPES as DTYPES
 from tilewright.core.numerics import Verdict, judge
-from tilewright.core.target import default_device, finding_races, interpret
+from tilewright.core.target import RaceDetected, _reset_interpreters, default_device, finding_races, interpret
+
+# Simulated TensorCores, for finding races: each step of a kernel's parallel axes, up to so many, runs on one of its own.
+_CORES = 64
 
 
 @dataclass(frozen=True)
@@ -155,10 +160,61 @@ def check_implementation(checked: CaseCheck, implementation: str, *, races: bool
 
     With `races` a kernel always runs in its interpreter, with race detection; a race raises `RaceDetected`.
     """
-    if races and implementation in KERNEL_PLATFORM:
+    try:
+        if races and implementation in KERNEL_PLATFORM:
+            return _check_races(checked, implementation)
+        with interpret() if needs_interpreter(implementation) else contextlib.nullcontext():
+            return checked.check(implementation)
+    except Exception:
+        _reset_interpreters()
+        raise
+
+
+def _check_races(checked: CaseCheck, implementation: str) -> list[Checked]:
+    """Looks for races inside of a step, and for TPU kernels between the steps of a grid's parallel axes.
+
+    A TPU with two TensorCores runs the steps of a parallel axis on both, in any order. Here each of them runs on a
+    simulated core of its own, whose memory begins as NaN: what steps accumulate in scratch or in a block of an output is
+    NaN then, and two steps that write the same block race.
+    """
+    if KERNEL_PLATFORM[implementation] != "tpu":
         with finding_races():
             return checked.check(implementation)
-    if needs_interpreter(implementation):
-        with interpret():
-            return checked.check(implementation)
-    return checked.check(implementation)
+    try:
+        with finding_races(), _many_cores():
+            results = checked.check(implementation)
+    except RaceDetected as error:
+        if block := re.search(r"write of \('hbm'.*?\)\[(.*)\] from .*, pallas_call\n", str(error.__cause__)):
+            raise RaceDetected(_GRID_RACE.format(f"both write {_indices(block[1])} of an output")) from error
+        raise
+    if not all(result.verdict.ok for result in results) and _is_right_in_order(checked, implementation):
+        raise RaceDetected(_GRID_RACE.format("one reads what another one has left in memory"))
+    return results
+
+
+_GRID_RACE = (
+    'two steps of a grid axis that is marked "parallel" depend on each other: {}; mark the axis "arbitrary", or give each '
+    "of its steps a block of its own and add them up outside of the kernel"
+)
+
+
+def _many_cores() -> contextlib.AbstractContextManager[None]:
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.force_tpu_interpret_mode(
+        pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=_CORES)
+    )
+
+
+def _indices(text: str) -> str:
+    """A block as Python writes it, [8:16, 0:128], of "(slice(8, 16, 1), slice(0, 128, 1))"."""
+    return f"[{', '.join(f'{first}:{last}' for first, last in re.findall(r'slice\((\d+), (\d+)', text))}]"
+
+
+def _is_right_in_order(checked: CaseCheck, implementation: str) -> bool:
+    """Whether the results are right where one core runs the steps of the grid in order, without simulated memories."""
+    try:
+        with interpret(plain=True):
+            return all(result.verdict.ok for result in checked.check(implementation))
+    except Exception:  # Not every kernel runs in this interpreter.
+        return False

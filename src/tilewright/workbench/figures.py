@@ -1,4 +1,6 @@
-"""Figures as a person reads them: times, sizes and rates with their units."""
+"""Figures as a person reads them: times, sizes and rates with their units; and errors in one line."""
+
+_LONGEST_ERROR = 700
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -23,6 +25,12 @@ def memory(value: float | None) -> str:
         if value >= factor:
             return f"{significant(value / factor)} {unit}"
     return f"{value:.0f} B"
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line: its type, unless it is one of ours, whose text is a sentence; and the first of its text."""
+    kind, text = type(error), " ".join(str(error).split())[:_LONGEST_ERROR]
+    return text if kind.__module__.startswith("tilewright.") else ": ".join(filter(None, (kind.__name__, text)))
 
 
 def rate(value: float | None, unit: str, fraction: float | None) -> str:

@@ -6,14 +6,28 @@ from pathlib import Path
 from tilewright.workbench.records import Record
 
 
+def check_suffix(path: Path) -> None:
+    """Raises `ValueError` where a plot cannot be written in the format that the suffix names."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if path.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(
+            f"--plot {path} has no suffix of a format for plots; use {path.with_suffix('.png')}, .pdf or .svg"
+        )
+
+
 def plot_bench(records: Sequence[Record], path: Path) -> None:
-    """Writes a PNG with the median time (and quartiles) and the temporary memory of each implementation, case by case."""
+    """Plots the median time (and quartiles) and the temporary memory of each implementation, case by case.
+
+    Records without samples, of what failed, are left out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
 
+    records = [record for record in records if record.samples_s]
     groups = list(dict.fromkeys((record.case, record.dtype) for record in records))
     names = list(dict.fromkeys(record.implementation for record in records))
     by_key = {(record.case, record.dtype, record.implementation): record for record in records}

@@ -1,14 +1,17 @@
 """One schema for everything this project measures, with its provenance: chip, versions, commit and date.
 
 A record is one line of JSON. Raw samples are kept, so that a later reader can compute another statistic than the median.
-`kind` says what a record is; an estimate is never written under the kind of a measurement.
+`kind` says what a record is; an estimate is never written under the kind of a measurement. A measurement that failed is a
+record without samples, whose metric `failure` has the error in one line.
 """
 
 import dataclasses
 import datetime
+import errno
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -103,10 +106,49 @@ class Record:
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append records to a JSONL file. Its folder is made if it does not exist."""
+    """Appends records to a JSONL file; they are on disk when this returns. Its folder is made if it does not exist."""
+    _append(path, "".join(record.to_json() + "\n" for record in records))
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replaces a file in one step, and waits until the disk has it: where it does not fit, the old one stays."""
+    part = path.with_name(f".{path.name}.part")
+    if path.exists() and not path.is_file():
+        part = path  # A device or a pipe.
+    elif part.exists():
+        part.unlink()
+    _append(part, text)
+    if part != path:
+        part.replace(path)
+
+
+def _append(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(record.to_json() + "\n" for record in records)
+    data, before = text.encode(), path.stat().st_size if path.exists() else 0
+    with path.open("ab", buffering=0) as file:
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if path.is_file():
+                os.fsync(file.fileno())
+        except OSError:
+            _cut(path, before)  # A record is there as a whole, or not at all.
+            raise
+
+
+def try_destination(path: Path) -> None:
+    """Raises `OSError` where a file cannot be written, as on a full or read-only disk. What it holds is not changed."""
+    size = path.stat().st_size if path.exists() else None
+    _append(path, "\n")
+    if size is None:
+        path.unlink()
+    else:
+        _cut(path, size)
+
+
+def _cut(path: Path, size: int) -> None:
+    if path.is_file():  # And not a device or a pipe.
+        os.truncate(path, size)
 
 
 def read_records(path: Path) -> Iterator[Record]:

@@ -13,6 +13,7 @@ from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import decode_attention, flash_attention, paged_attention
 from tilewright.configs import DecodeTpuForward
 from tilewright.core.case import Case
+from tilewright.ops.attention.decode.call import DecodeCall
 from tilewright.ops.attention.decode.cases import _case
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
@@ -23,6 +24,9 @@ class DecodeContract(OpContract):
     """What both ops share. What lies beyond the lengths is what comes later."""
 
     shared = ("k_pages", "v_pages", "sinks")
+    call_type = DecodeCall
+    plainly_differentiable = ("xla",)
+    whole_letter = "D"
     page: int | None = None
 
     @classmethod

@@ -288,7 +288,7 @@ def test_what_it_refuses(chip: str, shape: dict, config: DecodeSm90Forward | Non
 def test_a_config_that_breaks_a_rule_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match=r"block_k=96 must be one of 64, 128 \(a product's columns, .*; use 64"):
         DecodeSm90Forward(96, 2, 1)
-    with pytest.raises(ValueError, match=r"stages=1 must be 2 or more: a copy runs while a block is used; use 2"):
+    with pytest.raises(ValueError, match=r"stages=1 must be 2 or more \(a copy runs while a block is used\); use 2"):
         DecodeSm90Forward(64, 1, 1)
     with pytest.raises(ValueError, match=r"splits=0 must be from 1 to 128; use 1"):
         DecodeSm90Forward(64, 2, 0)

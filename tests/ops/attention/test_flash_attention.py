@@ -41,6 +41,7 @@ TINY_BLOCKS = {
 
 class TestContract(OpContract):
     op_name = "flash_attention"
+    call_type = AttentionCall
     not_taken = frozenset({("pallas_gpu", "bias_sinks_cap")})  # It takes no bias.
     property_case = _case("properties", 2, 150, 150, (2, 1), 32, segments=4, causal=True, sinks=True)
     tokens = ("q", "k", "v", "segment_ids", "out", "logsumexp")

@@ -19,6 +19,7 @@ from tilewright.configs import DeltaRuleTpuBackward, DeltaRuleTpuForward, DeltaR
 from tilewright.core.case import Case
 from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import discrepancy
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.cases import OPS, _case
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import CaseCheck, call, call_with_gradients
@@ -44,6 +45,7 @@ class DeltaRuleContract(OpContract):
     state = ("initial_state", "final_state")
     segments = "segment_ids"
     segments_end_where_ids_change = True
+    call_type = DeltaRuleCall
     widths = (16, 16)
 
     @classmethod

@@ -10,15 +10,20 @@ import tilewright
 from tests.ops.contract import OpContract, able_to_run
 from tilewright import gated_delta_rule_step
 from tilewright.configs import DeltaRuleStepSm90Forward
+from tilewright.ops.delta_rule.step.call import DeltaRuleStepCall
 
 
 class TestDeltaRuleStep(OpContract):
     op_name = "delta_rule_step"
+    call_type = DeltaRuleStepCall
+    whole_letter = "V"
     shares_code_with = "gated_delta_rule_step"
 
 
 class TestGatedDeltaRuleStep(OpContract):
     op_name = "gated_delta_rule_step"
+    call_type = DeltaRuleStepCall
+    whole_letter = "V"
 
     def extreme(self, arrays: dict) -> dict:
         """Gates that forget everything or nothing."""
@@ -27,6 +32,8 @@ class TestGatedDeltaRuleStep(OpContract):
 
 class TestKdaStep(OpContract):
     op_name = "kda_step"
+    call_type = DeltaRuleStepCall
+    whole_letter = "V"
     shares_code_with = "gated_delta_rule_step"
 
     def extreme(self, arrays: dict) -> dict:

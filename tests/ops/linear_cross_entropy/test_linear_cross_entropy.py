@@ -1,5 +1,7 @@
 """linear_cross_entropy: the contract, and what is its own: labels, reductions, blocks, shards, memory, errors."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from tilewright.configs import (
     LinearCrossEntropyXlaForward,
 )
 from tilewright.core.dispatch import find_op
+from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.cases import _case
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import CaseCheck
@@ -30,6 +33,15 @@ GIB = 2**30
 class TestContract(OpContract):
     op_name = "linear_cross_entropy"
     any_leading_axes = True
+    call_type = LinearCrossEntropyCall
+    cuts: ClassVar = {
+        "rows": {"tokens0": "x", "tokens1": "y"},
+        "vocabulary": {"V": "y"},
+        "both": {"tokens0": "x", "V": "y"},
+    }
+    only_compiler = ("vocabulary", "both")
+    whole_letter = "H"
+    mesh_case = _case("mesh", (4, 6), 64, 300, ignored=0.2, weights=True, z_loss=1e-2, reduction="none")
     property_case = _case("properties", (3, 37), 64, 300, ignored=0.2, weights=True, z_loss=1e-2)
 
     def extreme(self, arrays: dict) -> dict:

@@ -11,26 +11,43 @@ from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import gated_rms_norm, layer_norm, rms_norm
 from tilewright.configs import NormTpuBackward, NormTpuForward
 from tilewright.core.dispatch import find_op
+from tilewright.ops.norm.call import NormCall
 from tilewright.ops.norm.cases import _case
 from tilewright.workbench.check import CaseCheck
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 every_implementation = implementations(*IMPLEMENTATIONS)
+CUTS = {"batch": {"tokens0": "x"}, "heads": {"tokens1": "y"}, "both": {"tokens0": "x", "tokens1": "y"}}
 
 
 class TestRmsNorm(OpContract):
     op_name = "rms_norm"
+    call_type = NormCall
+    plainly_differentiable = ("xla",)
+    cuts = CUTS
+    whole_letter = "D"
+    mesh_case = _case("rms_norm", "mesh", (4, 6, 64))
     any_leading_axes = True
 
 
 class TestLayerNorm(OpContract):
     op_name = "layer_norm"
+    call_type = NormCall
+    plainly_differentiable = ("xla",)
+    cuts = CUTS
+    whole_letter = "D"
+    mesh_case = _case("layer_norm", "mesh", (4, 6, 64))
     shares_code_with = "rms_norm"
     any_leading_axes = True
 
 
 class TestGatedRmsNorm(OpContract):
     op_name = "gated_rms_norm"
+    call_type = NormCall
+    plainly_differentiable = ("xla",)
+    cuts = CUTS
+    whole_letter = "D"
+    mesh_case = _case("gated_rms_norm", "mesh", (4, 6, 64))
     any_leading_axes = True
 
     def extreme(self, arrays: dict) -> dict:

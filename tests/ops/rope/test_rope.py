@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,19 @@ from jax.sharding import AxisType, PartitionSpec
 from tests.ops.contract import OpContract
 from tilewright import apply_rope, rope_tables
 from tilewright.ops.rope.api import Linear, Llama3, Yarn
+from tilewright.ops.rope.call import RopeCall
+from tilewright.ops.rope.cases import _case
 
 every_implementation = pytest.mark.parametrize("implementation", ["xla", "reference"])
 
 
 class TestContract(OpContract):
     op_name = "apply_rope"
+    call_type = RopeCall
+    plainly_differentiable = ("xla",)
+    cuts: ClassVar = {"batch": {"B": "x"}, "heads": {"H": "y"}, "tokens": {"T": "y"}}
+    whole_letter = "D"
+    mesh_case = _case("mesh", 4, 6, 4, 16, most=100)
     tokens = ("x", "positions", "out")
 
     def chained(self, run: Callable, arrays: dict) -> tuple:

@@ -1,6 +1,7 @@
 """short_conv: the contract, and what is its own: states, segments, single steps, widths, blocks, shards, errors."""
 
 import itertools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from tilewright import short_conv, short_conv_step
 from tilewright.configs import ShortConvTpuBackward, ShortConvTpuForward
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
+from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.cases import _case
 from tilewright.workbench.check import CaseCheck
 
@@ -23,6 +25,9 @@ every_implementation = implementations(*IMPLEMENTATIONS)
 
 class TestContract(OpContract):
     op_name = "short_conv"
+    call_type = ShortConvCall
+    plainly_differentiable = ("xla",)
+    cuts: ClassVar = {"batch": {"B": "x"}, "channels": {"D": "y"}}
     property_case = _case("properties", 2, 75, 40, state=True, segments=True, activation="silu")
     tokens = ("x", "segment_ids", "y")
     state = ("initial_state", "final_state")

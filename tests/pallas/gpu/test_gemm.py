@@ -18,7 +18,7 @@ from tilewright.pallas.gpu.kernel import smem_bytes, tile
 H200 = Chip.named("h200")
 
 
-def _product_kernel(*, a_ref, b_ref, bias_ref, c_ref, c_smem, gemm: Gemm, first_column: int, **buffers) -> None:
+def _product_kernel(*, a_ref, b_ref, bias_ref, c_ref, c_smem, pipeline, gemm: Gemm, first_column: int) -> None:
     """C = A B + bias, the bias one number per tile, which the epilogue loads before the tile is computed."""
 
     def epilogue(consumer, i, j):
@@ -34,7 +34,7 @@ def _product_kernel(*, a_ref, b_ref, bias_ref, c_ref, c_smem, gemm: Gemm, first_
 
         return finish
 
-    gemm.main_loop(a_ref, b_ref, epilogue, first_column=first_column, **buffers)
+    gemm.main_loop(a_ref, b_ref, pipeline, epilogue, first_column=first_column)
 
 
 def multiply(gemm: Gemm, a: jax.Array, b: jax.Array, bias: jax.Array, first_column: int = 0) -> jax.Array:
@@ -105,8 +105,9 @@ def test_every_tile_is_computed_once_and_a_cluster_shares_its_columns(
 def test_shared_memory_is_that_of_the_declared_scratch() -> None:
     gemm = Gemm(chip=H200, m=1024, n=1024, k=64, dtype=jnp.bfloat16, block_n=256, stages=4, band=8, cluster=2)
     scratch = gemm.scratch()
-    assert list(scratch) == ["a_smem", "b_smem", "full", "empty"]
-    assert isinstance(scratch["empty"], plgpu.ClusterBarrier)
+    assert list(scratch) == ["pipeline"]
+    assert list(scratch["pipeline"].buffers) == ["a", "b"]
+    assert isinstance(scratch["pipeline"].empty, plgpu.ClusterBarrier)
     # Stages of 128 x 64 and 64 x 256 bfloat16, 16 + 32 KiB; two barriers per stage.
     assert smem_bytes(scratch) == 4 * 48 * 1024 + 2 * 4 * 8
 

@@ -8,8 +8,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import tilewright
-from tilewright.core.chip import Chip
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, padded_bytes
+from tilewright.core.chip import MIB, Chip
+from tilewright.core.implementation import Launch
+from tilewright.ops.norm.config import NormTpuForward
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, block_pass, padded_bytes
 
 V6E = Chip.named("v6e")
 
@@ -136,3 +138,21 @@ def test_vmem_is_counted_from_blocks_and_scratch() -> None:
 )
 def test_arrays_are_padded_to_tiles(shape: tuple, dtype: str, expected: int) -> None:
     assert padded_bytes(shape, jnp.dtype(dtype)) == expected
+
+
+@pytest.mark.parametrize(("temporaries", "expected"), [(0, 1024), (40 * MIB, 16), (1024 * MIB, 16)])
+def test_the_first_blocks_that_fit_are_taken_or_the_last(temporaries: int, expected: int) -> None:
+    def kernel(call: None, launch: Launch) -> Kernel:
+        block = rows(launch.config.block_n * 64)  # 64 KiB for each of block_n: 64 MiB for 1024, of the 96 to choose by
+        return Kernel("chosen", {"row": Axis(1)}, {"x": block}, {})
+
+    chosen = block_pass(
+        lambda call, launch, save: None,
+        NormTpuForward,
+        "forward",
+        kernel,
+        lambda kind, chip, call: (kind(block_n) for block_n in (4096, 2048, 1024, 16)),
+        temporaries=lambda call, launch: temporaries,
+    )
+    assert chosen.heuristic is not None
+    assert chosen.heuristic(V6E, None) == NormTpuForward(expected)

@@ -17,4 +17,11 @@ def _case(name: str, fault: str | None) -> Case:
     )
 
 
-CASES = (_case("sound", None), _case("race", "race"), _case("scratch", "scratch"))
+CASES = (
+    _case("sound", None),
+    _case("race", "race"),
+    _case("scratch", "scratch"),
+    _case("sum", "sum"),
+    _case("carried", "carried"),
+    _case("sum_in_order", "sum in order"),
+)

@@ -18,7 +18,7 @@ from tilewright.workbench.peers import agreement
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import ask
 from tilewright.workbench.peers.compare import bench_peer
-from tilewright.workbench.peers.registry import Adapter, Peer, Refused, absent, peers
+from tilewright.workbench.peers.registry import Adapter, Failed, Peer, Refused, absent, peers
 from tilewright.workbench.records import Record
 
 HERE = Path(__file__).resolve().parent
@@ -57,6 +57,7 @@ def test_an_adapter_speaks_the_ops_language(adapter: Adapter) -> None:
         assert covered, f"no case of {op} is for {adapter.name}"
 
 
+@pytest.mark.slow
 def test_looking_at_the_peers_imports_none_of_them() -> None:
     code = """
 import sys
@@ -170,7 +171,7 @@ def test_another_interpreter_is_the_one_that_runs(tmp_path: Path) -> None:
     wanted = Wanted(op, op.case("odd"), "bfloat16", "forward")
     peer = made_up("with_numpy")
     assert bench_peer(peer, peer.adapters[0], wanted, QUICK, str(python)).metrics["agrees"] is True
-    with pytest.raises(Refused, match=r"its process ended with code 1"):
+    with pytest.raises(Failed, match=r"its process ended with code 1"):
         bench_peer(peer, peer.adapters[0], wanted, QUICK, "/bin/false")
 
 
@@ -190,19 +191,19 @@ def test_a_peers_error_is_its_answer() -> None:
         ("layer_norm", "its process ended with code 7: illegal memory access"),
     ):
         op = find_op(name)
-        with pytest.raises(Refused) as error:
+        with pytest.raises(Failed) as error:
             bench(peer, Wanted(op, op.case("odd"), "bfloat16", "forward"))
         assert str(error.value) == text
     op, inside = find_op("rms_norm"), made_up("with_an_error", tensors=None)
-    with pytest.raises(Refused, match=r"^RuntimeError: this compiler makes wrong gradients; take a newer one$"):
+    with pytest.raises(Failed, match=r"^RuntimeError: this compiler makes wrong gradients; take a newer one$"):
         bench(inside, Wanted(op, op.case("odd"), "bfloat16", "forward"))
 
 
 def test_a_peer_that_does_not_answer_is_ended() -> None:
     op, peer = find_op("gated_rms_norm"), made_up("with_an_error")
     adapter, case = peer.adapters[0], op.case("odd")
-    with pytest.raises(Refused, match="it had no answer after 3 s, and was ended"):
-        ask(adapter, TENSORS, adapter.settle(case), case.draw("bfloat16"), None, 0.1, limit_s=3.0)
+    with pytest.raises(Failed, match="it had no answer after 1 s, and was ended"):
+        ask(adapter, TENSORS, adapter.settle(case), case.draw("bfloat16"), None, 0.1, limit_s=1.0)
 
 
 def test_a_loss_that_is_summed_is_judged_as_a_sum() -> None:
@@ -257,18 +258,17 @@ def test_an_error_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agreement._error(want, np.zeros_like(want)) == float("inf")
 
 
-def test_an_answer_of_another_shape_is_refused() -> None:
+def test_an_answer_of_another_shape_is_not_judged_and_keeps_its_time() -> None:
     op = find_op("rms_norm")
-    peer = made_up("with_an_axis_too_many")
-    with pytest.raises(
-        Refused, match=r"its answer cannot be compared: y has shape \[5, 7, 1\] and should have \[5, 7\]"
-    ):
-        bench(peer, Wanted(op, op.case("odd"), "bfloat16", "forward"))
+    record = bench(made_up("with_an_axis_too_many"), Wanted(op, op.case("odd"), "bfloat16", "forward"))
+    assert record.metrics["not_judged"] == "ValueError: y has shape [5, 7, 1] and should have [5, 7]"
+    assert "agrees" not in record.metrics
+    assert record.samples_s
 
 
 def test_where_the_reference_takes_too_much_memory_xla_is_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = find_op("delta_rule")
-    case = op.case("short")
+    op = find_op("rms_norm")
+    case = op.case("odd")
     plain = Wanted(op, case, "bfloat16", "forward+backward")
     monkeypatch.setattr(agreement, "_SHARE_OF_MEMORY", 0.0)
     lean = Wanted(op, case, "bfloat16", "forward+backward")

@@ -1,5 +1,7 @@
 """The named shapes of attention. Work is counted over the pairs that attend, so that a mask lowers it."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -59,13 +61,10 @@ def _case(
         static = [options["mask"]] if "mask" in options else []
         static += [masks.Causal()] if options.get("causal") else []
         static += [masks.SlidingWindow(*options["window"])] if "window" in options else []
-        share = 1.0
-        if static:
-            joined = static[0]
-            for mask in static[1:]:
-                joined = joined & mask
-            share = joined.density(t, s, q_offset=options.get("q_offset", 0))
-        return b * h * t * s * share
+        if not static:
+            return b * h * t * s
+        joined = functools.reduce(operator.and_, static)
+        return b * h * t * s * joined.density(t, s, q_offset=options.get("q_offset", 0))
 
     operands = b * (t * h * (d + dv) + s * kv * (d + dv))
     biases = 4 * int(np.prod(bias)) * s if bias else 0
@@ -86,6 +85,9 @@ def _case(
     )
 
 
+# A prefix, or every fiftieth key of the past but its own; not computed from positions alone.
+_PREFIX_OR_SPARSE = (masks.Causal() & masks.Dilated(50) & ~masks.SlidingWindow(0, 0)) | masks.Prefix(20)
+
 CASES: tuple[Case, ...] = (
     _case("odd", 1, 5, 7, (2, 1), 8, small=True),
     _case("window_cross", 1, 70, 200, (4, 1), 80, causal=True, window=(50, 0), q_offset=130, sinks=True, small=True),
@@ -93,17 +95,7 @@ CASES: tuple[Case, ...] = (
     _case("bias_sinks_cap", 2, 60, 140, (4, 2), 32, 48, bias=(2, 1, 60), sinks=True, soft_cap=4.0, small=True),
     _case("large_logits", 1, 96, 96, (2, 1), 128, causal=True, logit_scale=1000.0, small=True),
     _case("wide", 1, 100, 150, (4, 2), 256, causal=True, window=(90, 0), q_offset=50, soft_cap=20.0, small=True),
-    _case(
-        "prefix_or_sparse",
-        1,
-        160,
-        160,
-        (2, 1),
-        64,
-        # A prefix, or every fiftieth key of the past but its own; not computed from positions alone.
-        mask=(masks.Causal() & masks.Dilated(50) & ~masks.SlidingWindow(0, 0)) | masks.Prefix(20),
-        small=True,
-    ),
+    _case("prefix_or_sparse", 1, 160, 160, (2, 1), 64, mask=_PREFIX_OR_SPARSE, small=True),
     _case("causal_8k", 1, 8192, 8192, (8, 8), 128, causal=True),
     _case("window_8k", 1, 8192, 8192, (8, 8), 128, causal=True, window=(1023, 0)),
     _case("full_8k", 1, 8192, 8192, (8, 8), 128),

@@ -76,7 +76,8 @@ class AttentionTpuBackward(_TpuTiles):
         self._check_division("chunk_k", "block_k")
 
 
-def _check_registers(config: "AttentionSm90Forward | AttentionSm90Backward") -> None:
+def _check_sm90(config: "AttentionSm90Forward | AttentionSm90Backward") -> None:
+    config.check_integers("stages", least=2, why="a copy runs while the block before is used")
     names = ("consumer_registers", "producer_registers")
     config.check_integers(*names, least=24, multiple=8, why="registers of a thread are allocated in eights")
     consumers, producer = config.consumer_registers, config.producer_registers
@@ -84,13 +85,6 @@ def _check_registers(config: "AttentionSm90Forward | AttentionSm90Backward") -> 
         raise ValueError(
             f"consumer_registers={consumers} and producer_registers={producer} exceed the registers of a multiprocessor: "
             f"{SM90_CONSUMERS} consumer_registers + producer_registers must be {_SM90_REGISTERS} at most; use 240 and 24"
-        )
-
-
-def _check_stages(config: "AttentionSm90Forward | AttentionSm90Backward") -> None:
-    if not isinstance(config.stages, int) or config.stages < 2:
-        raise ValueError(
-            f"stages={config.stages!r} must be 2 or more: a copy runs while the block before is used; use 2"
         )
 
 
@@ -110,8 +104,7 @@ class AttentionSm90Forward(Config):
                 f"block_k={self.block_k!r} must be a multiple of {SM90_ROWS}, {most} at most (a product's "
                 f"columns); use {SM90_BLOCK}, or implementation='xla'"
             )
-        _check_stages(self)
-        _check_registers(self)
+        _check_sm90(self)
 
 
 class AttentionSm90Backward(Config):
@@ -129,6 +122,5 @@ class AttentionSm90Backward(Config):
     producer_registers: int = 24
 
     def __post_init__(self) -> None:
-        _check_stages(self)
+        _check_sm90(self)
         self.check_integers("buffers", least=SM90_FEWEST_BUFFERS)
-        _check_registers(self)

@@ -42,6 +42,9 @@ class SavedRows(NamedTuple):
     total: jax.Array  # [B, H, T], the sum of exp(logit - row_max); 0 for a row that attends to nothing
 
 
+SAVED_AXES = ("B T H", "B H T", "B H T")
+
+
 def outputs_of(rows: SavedRows, *, per_nat: float = 1.0) -> tuple[jax.Array, jax.Array]:
     """out [B, T, H, Dv] and logsumexp [B, T, H], which is -inf for a row that attends to nothing.
 

@@ -25,12 +25,19 @@ import numpy as np
 
 from tilewright.core.chip import MIB, Chip
 from tilewright.core.implementation import Implementation, Launch, Pass
-from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator
-from tilewright.masks.block_list import EMPTY, FULL, BlockTable, Grid, block_table
+from tilewright.masks.block_list import EMPTY, BlockTable, Grid, block_table
 from tilewright.ops.attention.call import AttentionCall
 from tilewright.ops.attention.config import AttentionXlaBackward, AttentionXlaForward
-from tilewright.ops.attention.softmax_rows import MASKED_BELOW, BackwardRows, SavedRows, backward_rows, outputs_of
+from tilewright.ops.attention.softmax_rows import (
+    MASKED_BELOW,
+    SAVED_AXES,
+    BackwardRows,
+    SavedRows,
+    backward_rows,
+    outputs_of,
+)
+from tilewright.pallas.arrays import padded
 
 _FLOAT32_BYTES = 4
 # A tile of logits in float32, over batch and heads. It bounds the temporary memory.
@@ -58,38 +65,28 @@ class _Blocks:
         self.table = block_table(call.mask, self.grid)
         self.accumulate = accumulator(call.q.dtype)
         self.q = self.heads_first(call.q)  # [B, KV, group, T, D]
-        self.k = self.pad(call.k.transpose(0, 2, 1, 3), 2, self.block_k)  # [B, KV, S, D]
-        self.v = self.pad(call.v.transpose(0, 2, 1, 3), 2, self.block_k)
+        self.k = padded(call.k.transpose(0, 2, 1, 3), 2, self.block_k)  # [B, KV, S, D]
+        self.v = padded(call.v.transpose(0, 2, 1, 3), 2, self.block_k)
         bias, q_ids, kv_ids, keep = call.bias, call.q_segments, call.kv_segments, call.keep
         if bias is not None:
-            bias = self.pad(self.pad(bias, 3, self.block_k), 2, self.block_q if bias.shape[2] > 1 else 1)
+            bias = padded(padded(bias, 3, self.block_k), 2, self.block_q if bias.shape[2] > 1 else 1)
         self.bias = bias
-        self.q_ids = None if q_ids is None else self.pad(q_ids, 1, self.block_q)
-        self.kv_ids = None if kv_ids is None else self.pad(kv_ids, 1, self.block_k)
-        self.keep = None if keep is None else self.pad(self.pad(keep, 3, self.block_k), 2, self.block_q)
+        self.q_ids = None if q_ids is None else padded(q_ids, 1, self.block_q)
+        self.kv_ids = None if kv_ids is None else padded(kv_ids, 1, self.block_k)
+        self.keep = None if keep is None else padded(padded(keep, 3, self.block_k), 2, self.block_q)
         self.contents, self.content = None, None
         if call.mask is not None and not call.mask.computable:
-            self.contents, self.content = _contents(self.table)
-
-    @staticmethod
-    def pad(array: jax.Array, axis: int, block: int) -> jax.Array:
-        missing = -array.shape[axis] % block
-        if not missing:
-            return array
-        return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
+            contents, which = self.table.every_content()
+            self.contents, self.content = jnp.asarray(contents), jnp.asarray(which.astype(np.int32))
 
     def heads_first(self, array: jax.Array) -> jax.Array:
         """[B, T, H, ...] as [B, KV, group, T, ...], T padded to whole blocks."""
         split = array.reshape(self.b, self.t, self.kv, self.group, *array.shape[3:])
-        return self.pad(jnp.moveaxis(split, 1, 3), 3, self.block_q)
+        return padded(jnp.moveaxis(split, 1, 3), 3, self.block_q)
 
     def rows_first(self, array: jax.Array) -> jax.Array:
         """[B, H, T] as [B, KV, group, T, 1], T padded to whole blocks."""
-        return self.pad(array.reshape(self.b, self.kv, self.group, self.t), 3, self.block_q)[..., None]
-
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Zeros to start a loop with; inside shard_map they vary over the same axes as what is added."""
-        return vary_over(jnp.zeros(shape, dtype), varying_axes(self.call.q))
+        return padded(array.reshape(self.b, self.kv, self.group, self.t), 3, self.block_q)[..., None]
 
     def block(self, array: jax.Array, axis: int, index: jax.Array, size: int) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(array, index * size, size, axis)
@@ -98,9 +95,7 @@ class _Blocks:
         return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=self.accumulate)
 
     def logits(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A tile of logits, -inf where a pair does not attend, and without bias: each [B, KV, group, block_q,
-        block_k].
-        """
+        """A tile of logits, -inf where a pair does not attend; and without bias: [B, KV, group, block_q, block_k]."""
         block_q, block_k = self.block_q, self.block_k
         q, k = self.block(self.q, 3, i, block_q), self.block(self.k, 2, j, block_k)
         raw = self.dot("bkgqd,bksd->bkgqs", q, k) * self.call.scale
@@ -138,15 +133,6 @@ class _Blocks:
         return array.reshape(array.shape[0], *heads, *array.shape[2:])
 
 
-def _contents(table: BlockTable) -> tuple[jax.Array, jax.Array]:
-    """The distinct blocks of a mask, full and empty ones included, and the index of each block's contents."""
-    shape = table.contents.shape[1:]
-    every = np.concatenate([table.contents, np.ones((1, *shape), bool), np.zeros((1, *shape), bool)])
-    full, empty = len(table.contents), len(table.contents) + 1
-    which = np.where(table.kinds == FULL, full, np.where(table.kinds == EMPTY, empty, table.content))
-    return jnp.asarray(every), jnp.asarray(which.astype(np.int32))
-
-
 def _visits(table: BlockTable, stationary: str) -> tuple[jax.Array, jax.Array]:
     """For each stationary block, the blocks that any head visits [num, longest], and their number [num]."""
     visited = (table.kinds != EMPTY).any(0)
@@ -182,12 +168,7 @@ def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[
             acc = acc * alpha + blocks.dot("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
             return new_max, total, acc
 
-        axes = varying_axes(call.q)
-        start = (
-            vary_over(lowest, axes),
-            vary_over(total_at_start, axes),
-            blocks.zeros((*rows[:4], blocks.dv), blocks.accumulate),
-        )
+        start = (lowest, total_at_start, jnp.zeros((*rows[:4], blocks.dv), blocks.accumulate))
         row_max, total, acc = jax.lax.fori_loop(0, counts[i], step, start)
         out = acc / jnp.where(total == 0, 1.0, total)
         return out.astype(call.q.dtype), row_max[..., 0], total[..., 0]
@@ -256,12 +237,12 @@ def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: La
             added = rows.of(dq, i) + blocks.dot("bkgqs,bksd->bkgqd", d_logits, k)
             return jax.lax.dynamic_update_slice_in_dim(dq, added, i * blocks.block_q, 3), pull, dk, dv
 
-        start = (*carried, blocks.zeros(k.shape, accumulate), blocks.zeros((*k.shape[:3], blocks.dv), accumulate))
+        start = (*carried, jnp.zeros(k.shape, accumulate), jnp.zeros((*k.shape[:3], blocks.dv), accumulate))
         *carried, dk, dv = jax.lax.fori_loop(0, counts[j], step, start)
         return tuple(carried), (dk.astype(dtype), dv.astype(dtype))
 
-    no_pull = blocks.zeros((blocks.b, blocks.kv, blocks.group), accumulate)
-    start = (blocks.zeros(blocks.q.shape, accumulate), None if sink is None else no_pull)
+    no_pull = jnp.zeros((blocks.b, blocks.kv, blocks.group), accumulate)
+    start = (jnp.zeros(blocks.q.shape, accumulate), None if sink is None else no_pull)
     (dq, pull), (dk, dv) = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
     dq = jnp.moveaxis(dq[:, :, :, : blocks.t], 3, 1).reshape(call.q.shape)
 
@@ -303,12 +284,12 @@ def bias_gradient(call: AttentionCall, statistics: BackwardRows, config: Attenti
 
         return jax.lax.fori_loop(0, counts[j], step, dbias), None
 
-    start = blocks.zeros(blocks.bias.shape, blocks.accumulate)
+    start = jnp.zeros(blocks.bias.shape, blocks.accumulate)
     dbias, _ = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))
     return dbias[:, :, : call.bias.shape[2], : blocks.s]
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(_forward, AttentionXlaForward, functools.partial(_choose, AttentionXlaForward)),
+    forward=Pass(_forward, AttentionXlaForward, functools.partial(_choose, AttentionXlaForward), saved=SAVED_AXES),
     backward=Pass(_backward, AttentionXlaBackward, functools.partial(_choose, AttentionXlaBackward)),
 )

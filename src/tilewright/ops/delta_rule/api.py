@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
+from tilewright.core.partitioning import refuse_explicit
 from tilewright.core.segments import segment_starts
 from tilewright.ops.delta_rule.arguments import LARGEST_WIDTH as LARGEST_WIDTH
 from tilewright.ops.delta_rule.arguments import SMALLEST_WIDTH as SMALLEST_WIDTH
@@ -199,6 +200,7 @@ def _run(
     if unbatched:
         arrays = {name: array[None] for name, array in arrays.items()}
         segment_ids = None if segment_ids is None else segment_ids[None]
+    refuse_explicit(op.name, DeltaRuleCall, **arrays, segment_ids=segment_ids)
     if normalize_qk:
         arrays |= {"q": normalized(arrays["q"]), "k": normalized(arrays["k"])}
     b, t, hv, width = arrays["v"].shape

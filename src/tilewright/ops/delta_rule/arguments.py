@@ -77,13 +77,13 @@ def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> N
             _check_state(name, arrays[name], [*(leading[:-1] if time_axis else leading), hv, depth, width])
 
 
-def _check_per_head(name: str, array: jax.Array, shape: list[int], token: str) -> None:
+def _check_per_head(name: str, array: jax.Array, shape: list[Any], token: str) -> None:
     if list(array.shape) != shape:
         raise ValueError(f"{name} is {shown(array)}; it must be [B, {token}HV] = {shape}, a number for each value head")
     _check_floating(name, array)
 
 
-def _check_gate(op: str, g: jax.Array, per_head: list[int], depth: int, token: str) -> None:
+def _check_gate(op: str, g: jax.Array, per_head: list[Any], depth: int, token: str) -> None:
     per_channel = [*per_head, depth]
     if op.startswith("kda"):
         if list(g.shape) == per_head:
@@ -109,7 +109,7 @@ def _check_gate(op: str, g: jax.Array, per_head: list[int], depth: int, token: s
     _check_floating("g", g)
 
 
-def _check_state(name: str, state: jax.Array, shape: list[int]) -> None:
+def _check_state(name: str, state: jax.Array, shape: list[Any]) -> None:
     if list(state.shape) != shape:
         transposed = list(state.shape) == [*shape[:-2], shape[-1], shape[-2]]
         remedy = "; it looks transposed: pass jnp.swapaxes(state, -1, -2)" if transposed else ""

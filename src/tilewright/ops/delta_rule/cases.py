@@ -1,5 +1,6 @@
-"""The named shapes of the delta-rule family, the same for its three ops."""
+"""The named shapes of the delta-rule family, the same for its three ops; and how the cases of its ops are made."""
 
+import math
 from typing import Any
 
 import jax
@@ -11,18 +12,18 @@ OPS = ("delta_rule", "gated_delta_rule", "kda")
 _FLOAT32_BYTES = 4
 
 
-def unit(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _unit(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     x = jax.random.normal(key, shape, jnp.float32)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def betas(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _betas(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Between 0 and 1, some of them exactly 0 or 1."""
     drawn = jax.nn.sigmoid(2 * jax.random.normal(key, shape, jnp.float32))
     return jnp.where(drawn < 0.05, 0.0, jnp.where(drawn > 0.95, 1.0, drawn))
 
 
-def log_decay(strength: float) -> Draw:
+def _log_decay(strength: float) -> Draw:
     """About -strength; a tenth of them exactly 0, and with a strength over 10 a tenth of them -1e4."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -45,6 +46,26 @@ def _segments(count: int) -> Draw:
     return draw
 
 
+def token_inputs(
+    op: str, tokens: tuple[int, ...], h: int, k: int, v: int, hv: int, gate: float
+) -> tuple[dict[str, Input], int, int]:
+    """q, k, v, g and beta of an op or of its step, with keys of length 1; the elements of q, k and v; and of the gates.
+
+    `tokens` is (B, T), or (B,) for a step. The gates are about -gate.
+    """
+    inputs = {
+        "q": Input((*tokens, h, k), normal(k**-0.25)),
+        "k": Input((*tokens, h, k), _unit),
+        "v": Input((*tokens, hv, v)),
+    }
+    per_head = {"delta_rule": 0, "gated_delta_rule": 1, "kda": k}[op.removesuffix("_step")]
+    if per_head:
+        inputs["g"] = Input((*tokens, hv, *(() if per_head == 1 else (k,))), _log_decay(gate), dtype="float32")
+    inputs["beta"] = Input((*tokens, hv), _betas, dtype="float32")
+    count = math.prod(tokens)
+    return inputs, count * (2 * h * k + hv * v), count * hv * (1 + per_head)
+
+
 def _case(
     op: str,
     name: str,
@@ -61,26 +82,13 @@ def _case(
     small: bool = False,
     **options: Any,
 ) -> Case:
-    """A case with keys of length 1. The FLOPs are those of the recurrence: 6 K V per token and head, and three times that
-    with gradients.
-    """
+    """The FLOPs are those of the recurrence: 6 K V per token and head, and three times that with gradients."""
     hv = hv or h
-    inputs = {
-        "q": Input((b, t, h, k), normal(k**-0.25)),
-        "k": Input((b, t, h, k), unit),
-        "v": Input((b, t, hv, v)),
-    }
-    gate_shape = {"delta_rule": None, "gated_delta_rule": (b, t, hv), "kda": (b, t, hv, k)}[op]
-    if gate_shape is not None:
-        inputs["g"] = Input(gate_shape, log_decay(gate), dtype="float32")
-    inputs["beta"] = Input((b, t, hv), betas, dtype="float32")
+    inputs, elements, gates = token_inputs(op, (b, t), h, k, v, hv, gate)
     if state:
         inputs["initial_state"] = Input((b, hv, k, v), dtype="float32")
     if segments:
         inputs["segment_ids"] = Input((b, t), _segments(segments), dtype="int32", differentiable=False)
-
-    elements = b * t * (2 * h * k + hv * v)  # q, k and v.
-    gates = b * t * hv * (1 + {"delta_rule": 0, "gated_delta_rule": 1, "kda": k}[op])
     states = b * hv * k * v * (1 + state)
     flops = 6.0 * b * t * hv * k * v
 

@@ -109,8 +109,7 @@ class DeltaRuleSm90Forward(_Sm90):
 
     def __post_init__(self) -> None:
         self._check("state_registers")
-        if not isinstance(self.splits, int) or self.splits < 1:
-            raise ValueError(f"splits={self.splits!r} must be a positive integer; use 1 for a sequence in one piece")
+        self.check_integers("splits", use="1 for a sequence in one piece")
         self.check_integers("stages", multiple=2, why="two warpgroups write outputs in turns")
         self.check_integers("score_chunks")
 

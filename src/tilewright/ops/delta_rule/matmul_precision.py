@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.core.chip import LANES
-from tilewright.core.manual_axes import vary_alike
 
 Form = Literal["nn", "nt", "tn"]
 """a b, a b^T, or a^T b."""
@@ -33,23 +32,16 @@ class MatmulPrecision(enum.Enum):
     BF16X3 = "as up to three products of bfloat16, concatenated along the contracted axis"
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str = "") -> jax.Array:
     """The product of two matrices, by `form`. `narrow` names what holds bfloat16 values where the inputs are bfloat16:
     any of the letters a, b, and d for the gradient of the result.
-
-    A constant operand (a mask) becomes one that varies as the other does: its cotangent, which is a product with the
-    other, must have the type of the operand inside `shard_map`.
     """
-    return _dot(*vary_alike(a, b), form, precision, narrow)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str) -> jax.Array:
     return _product(a, b, form, precision, "a" in narrow, "b" in narrow)
 
 
 def _dot_forward(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str) -> tuple[Any, Any]:
-    return _dot(a, b, form, precision, narrow), (a, b)
+    return dot(a, b, form, precision, narrow), (a, b)
 
 
 def _dot_backward(
@@ -64,7 +56,7 @@ def _dot_backward(
     return _product(b, d, "nt", precision, b_is, d_is), _product(a, d, "nn", precision, a_is, d_is)
 
 
-_dot.defvjp(_dot_forward, _dot_backward)
+dot.defvjp(_dot_forward, _dot_backward)
 
 
 def _product(

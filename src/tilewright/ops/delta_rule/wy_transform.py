@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.core.chip import LANES
-from tilewright.ops.delta_rule.matmul_precision import MatmulPrecision, dot, multiply, split
+from tilewright.ops.delta_rule.matmul_precision import Form, MatmulPrecision, dot, multiply, split
 
 Roll = Callable[[jax.Array, int, int], jax.Array]
 
@@ -45,6 +45,7 @@ _SUBSTITUTED = 8  # Tokens whose inverse is computed by substitution: the sublan
 _LOG_ZERO = -1e30  # Its exponential is 0.
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gates:
     """One gate per head: cumulative sums of its two parts inside the chunk (gates.py), as columns and as rows.
@@ -58,16 +59,13 @@ class Gates:
     fine_row: Any  # [1, n C]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
     """How many sequences have started in the chunk up to each token."""
 
     column: Any  # [C, 1] int32
     row: Any  # [1, n C] int32
-
-
-jax.tree_util.register_dataclass(Gates)
-jax.tree_util.register_dataclass(Segments)
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,6 @@ class Decay:
     across: Any  # [1, n]
 
 
-jax.tree_util.register_dataclass(Decay)
-
-
 def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -92,6 +87,7 @@ def halvings(c: int) -> list[int]:
     return [c >> level for level in range(1, c.bit_length())]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Masks:
     """Ones and zeros that depend on C and n alone. A kernel reads them rather than recompute them for each chunk."""
@@ -105,9 +101,6 @@ class Masks:
     reach: Any  # For each of `halvings`, [C, C]: times g, the sum from the middle of a block to i, or from i to it
     upto: Any  # [C, C]: times g, the sum to i
     after: Any  # [C, C]: times g, the sum after i
-
-
-jax.tree_util.register_dataclass(Masks)
 
 
 @functools.cache
@@ -168,6 +161,42 @@ def _of_head(x: jax.Array, head: int, n: int) -> jax.Array:
     return x[:, head * width : (head + 1) * width]
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens of a chunk, n heads side by side, in float32. Where no gradient is taken, q, k and v may be narrower."""
+
+    q: Any  # [C, n K]
+    k: Any  # [C, n K]
+    v: Any  # [C, n V]
+    beta: Any  # [C, n]
+    g: Any  # [C, n K] for one gate per channel, [1, n C] for one gate per head, None for no gate
+    gates: Gates | None  # For one gate per head.
+    segments: Segments | None
+    mask: Masks
+    precision: MatmulPrecision
+    scale: float = 1.0
+
+    def dot(self, a: jax.Array, b: jax.Array, form: Form, narrow: str = "") -> jax.Array:
+        return dot(a, b, form, self.precision, narrow)
+
+    @property
+    def triangles(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.mask.seen, self.mask.before, self.mask.own
+
+    @property
+    def decay(self) -> Decay | None:
+        """The decays of one gate per head, or of no gate; None for one gate per channel."""
+        mask, segments = self.mask, self.segments
+        if self.gates is not None:
+            return Decay(*head_decay(self.g, self.gates, segments, self.triangles, self.precision))
+        if self.g is not None:
+            return None
+        if segments is None:
+            return Decay(mask.seen, None, None, None)
+        pairs = jnp.where(same_segment(segments), mask.seen, 0.0)
+        return Decay(pairs, *_segment_masks(segments, self.beta.shape[1], mask.seen.dtype))
+
+
 # One gate per head.
 
 
@@ -176,9 +205,7 @@ def same_segment(segments: Segments) -> jax.Array:
 
 
 def _segment_masks(segments: Segments, n: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """1 or 0, per head: whether a token sees the state before the chunk; whether the state after the chunk sees the
-    token; whether it sees the state before.
-    """
+    """1 or 0, per head: whether a token sees the state before; the state after sees it; that sees the state before."""
     c = segments.column.shape[0]
     last = segments.column[c - 1 :, :]  # [1, 1]
 
@@ -186,12 +213,6 @@ def _segment_masks(segments: Segments, n: int, dtype: Any) -> tuple[jax.Array, j
         return jnp.broadcast_to(column.astype(dtype), (column.shape[0], n))
 
     return per_head(segments.column == 0), per_head(segments.column == last), per_head(last == 0)
-
-
-def ungated_decay(mask: Masks, n: int, segments: Segments | None) -> Decay:
-    if segments is None:
-        return Decay(mask.seen, None, None, None)
-    return Decay(jnp.where(same_segment(segments), mask.seen, 0.0), *_segment_masks(segments, n, mask.seen.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -241,12 +262,8 @@ def _head_decay_backward(precision: MatmulPrecision, saved: Any, d_decay: Any) -
     each = jnp.where(seen > 0, of_pairs + of_into, of_onward)  # i >= t
     of_across = spread(across * d_across, c)  # [1, n C]
     d_g = jnp.sum(each, axis=0, keepdims=True) + of_across
-    zeros = jax.tree.map(jnp.zeros_like, (gates, (seen, before, own)))
-    return d_g, zeros[0], None if segments is None else jax.tree.map(_no_gradient, segments), zeros[1]
-
-
-def _no_gradient(x: jax.Array) -> Any:
-    return np.zeros(x.shape, jax.dtypes.float0)
+    d_gates, d_triangles = jax.tree.map(jnp.zeros_like, (gates, (seen, before, own)))
+    return d_g, d_gates, jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), segments), d_triangles
 
 
 head_decay.defvjp(_head_decay_forward, _head_decay_backward)
@@ -258,20 +275,18 @@ head_decay.defvjp(_head_decay_forward, _head_decay_backward)
 def channel_scores(
     q: jax.Array, k: jax.Array, g: jax.Array, mask: Masks, n: int, precision: MatmulPrecision
 ) -> tuple[jax.Array, jax.Array]:
-    """sum_d x_id k_jd exp(seg_ijd), [C, n C], for x = q with i >= j and for x = k with i > j. q, k and g are
-    [C, n K].
-    """
+    """sum_d x_id k_jd exp(seg_ijd), [C, n C], for x = q, i >= j, and for x = k, i > j, from q, k and g [C, n K]."""
     c = q.shape[0]
     own = jnp.concatenate([jnp.sum(_of_head(q * k, h, n), axis=1, keepdims=True) for h in range(n)], axis=1)  # [C, n]
     of_q = spread(own, c) * (mask.seen - mask.before)
     of_k = jnp.zeros_like(of_q)
-    for level in range(len(halvings(c))):
-        left = jnp.exp(dot(mask.reach[level], g, "nn", precision, "a"))  # [C, n K]
+    for reach, half in zip(mask.reach, mask.halves, strict=True):
+        left = jnp.exp(dot(reach, g, "nn", precision, "a"))  # [C, n K]
         k_left = k * left
         rows = jnp.concatenate([q * left, k_left], axis=0)  # [2 C, n K]
         both = dot(rows, block_diagonal(k_left, n, mask.own), "nt", precision)  # [2 C, n C]
-        of_q = of_q + both[:c] * mask.halves[level]
-        of_k = of_k + both[c:] * mask.halves[level]
+        of_q = of_q + both[:c] * half
+        of_k = of_k + both[c:] * half
     return of_q, of_k
 
 
@@ -293,12 +308,9 @@ def inverses(
         blocks = (c // (2 * half), 2, half, n * c)
         # Only the rows of the second half of each block change: each [C / 2, n C].
         seconds = [x.reshape(blocks)[:, 1].reshape(c // 2, n * c) for x in found]
-        below = [
-            split(block_diagonal(lower * mask.halves[level], n, mask.own), precision) for lower in lowers
-        ]  # [n C, n C]
-        reached = [
-            multiply(split(x, precision), b, "nn", precision) for x, b in zip(seconds, below, strict=True)
-        ]  # [C / 2, n C]
+        below = [split(block_diagonal(lower * mask.halves[level], n, mask.own), precision) for lower in lowers]
+        # Each [C / 2, n C] [n C, n C].
+        reached = [multiply(split(x, precision), b, "nn", precision) for x, b in zip(seconds, below, strict=True)]
         whole = [split(block_diagonal(x, n, mask.own), precision) for x in found]
         seconds = [
             second - multiply(split(r, precision), x, "nn", precision)
@@ -361,55 +373,18 @@ def _solve_backward(
 solve.defvjp(_solve_forward, _solve_backward)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The tokens of a chunk, n heads side by side, in float32; where no gradient is taken, q, k and v may have the
-    dtype of the inputs.
-    """
-
-    q: Any  # [C, n K]
-    k: Any  # [C, n K]
-    v: Any  # [C, n V]
-    beta: Any  # [C, n]
-    g: Any  # [C, n K] for one gate per channel, [1, n C] for one gate per head, None for no gate
-    gates: Gates | None  # For one gate per head.
-    segments: Segments | None
-    mask: Any  # Masks
-
-
-jax.tree_util.register_dataclass(Chunk)
-
-
-def _triangles(mask: Masks) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return mask.seen, mask.before, mask.own
-
-
-def decay_of(chunk: Chunk, precision: MatmulPrecision) -> Decay | None:
-    """The decays of one gate per head, or of no gate; None for one gate per channel."""
-    if chunk.g is None:
-        return ungated_decay(chunk.mask, chunk.beta.shape[1], chunk.segments)
-    if chunk.gates is not None:
-        return Decay(*head_decay(chunk.g, chunk.gates, chunk.segments, _triangles(chunk.mask), precision))
-    return None
-
-
-def scores(
-    chunk: Chunk, decay: Decay | None, *, scale: float, precision: MatmulPrecision
-) -> tuple[jax.Array, jax.Array]:
+def scores(chunk: Chunk, decay: Decay | None) -> tuple[jax.Array, jax.Array]:
     """M and L of a chunk, each [C, n C]."""
-    q, k, (c, n) = chunk.q, chunk.k, chunk.beta.shape
+    q, k, (c, n), mask = chunk.q, chunk.k, chunk.beta.shape, chunk.mask
     if decay is not None:
-        both = dot(
-            jnp.concatenate([q, k], axis=0), block_diagonal(k, n, chunk.mask.own), "nt", precision, "ab"
-        )  # [2 C, n C]
+        both = chunk.dot(jnp.concatenate([q, k], axis=0), block_diagonal(k, n, mask.own), "nt", "ab")  # [2 C, n C]
         of_q, of_k = both[:c] * decay.pairs, both[c:] * decay.pairs
     else:
-        assert chunk.g is not None
-        of_q, of_k = channel_scores(q, k, chunk.g, chunk.mask, n, precision)
+        of_q, of_k = channel_scores(q, k, chunk.g, mask, n, chunk.precision)
         if chunk.segments is not None:
             same = same_segment(chunk.segments)
             of_q, of_k = jnp.where(same, of_q, 0.0), jnp.where(same, of_k, 0.0)
-    return scale * of_q, spread(chunk.beta, c) * of_k * chunk.mask.before
+    return chunk.scale * of_q, spread(chunk.beta, c) * of_k * mask.before
 
 
 def advance(
@@ -419,9 +394,6 @@ def advance(
     read: jax.Array | None,
     erase: jax.Array,
     inverted: jax.Array,
-    *,
-    scale: float,
-    precision: MatmulPrecision,
 ) -> tuple[Any, tuple[jax.Array, ...]]:
     """The outputs [C, n V] and the states after the chunk, from the n states [K, V] before it, M, L and (I + L)^-1.
 
@@ -432,50 +404,42 @@ def advance(
     q, k, written, narrow = chunk.q, chunk.k, chunk.k, "a"
     across: list[Any] = [None] * n
     if decay is None:
-        assert chunk.g is not None
-        q, k, written, across = channel_passage(chunk, n, width, precision)
+        q, k, written, across = channel_passage(chunk, width)
         narrow = ""
     elif decay.across is not None:
         across = [decay.across[:, h : h + 1] for h in range(n)]
 
     rows = k if read is None else jnp.concatenate([q, k], axis=0)  # [C or 2 C, n K]
-    found = jnp.concatenate(
-        [dot(_of_head(rows, h, n), states[h], "nn", precision, narrow) for h in range(n)], axis=1
-    )  # [C or 2 C, n V]
+    # [C or 2 C, n V]
+    found = jnp.concatenate([chunk.dot(_of_head(rows, h, n), states[h], "nn", narrow) for h in range(n)], axis=1)
     of_k = found[-c:]
     if decay is not None and decay.into is not None:
         of_k = spread(decay.into, width) * of_k
     residual = spread(chunk.beta, width) * (chunk.v.astype(of_k.dtype) - of_k)
-    u = solve(erase, inverted, residual, _triangles(chunk.mask), n, precision)  # [C, n V]
+    u = solve(erase, inverted, residual, chunk.triangles, n, chunk.precision)  # [C, n V]
     o = None
     if read is not None:
-        of_q = scale * found[:c]
+        of_q = chunk.scale * found[:c]
         if decay is not None and decay.into is not None:
             of_q = spread(decay.into, width) * of_q
-        o = of_q + dot(read, block_diagonal(u, n, chunk.mask.own), "nn", precision, "d")
+        o = of_q + chunk.dot(read, block_diagonal(u, n, chunk.mask.own), "nn", "d")
     if decay is not None and decay.onward is not None:
         u = spread(decay.onward, width) * u
     after = []
     for h, (state, factor) in enumerate(zip(states, across, strict=True)):
-        update = dot(_of_head(written, h, n), _of_head(u, h, n), "tn", precision, narrow)  # [K, V]
+        update = chunk.dot(_of_head(written, h, n), _of_head(u, h, n), "tn", narrow)  # [K, V]
         after.append((state if factor is None else factor * state) + update)
     return o, tuple(after)
 
 
-def channel_passage(
-    chunk: Chunk, n: int, width: int, precision: MatmulPrecision
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
-    """For one gate per channel: q and k as they read the state before the chunk, k as it writes the state after it, and
-    `across`.
-    """
-    c, g = chunk.q.shape[0], chunk.g
-    assert g is not None
-    into = jnp.exp(dot(chunk.mask.upto, g, "nn", precision, "a"))  # [C, n K]
-    onward = jnp.exp(dot(chunk.mask.after, g, "nn", precision, "a"))  # [C, n K]
+def channel_passage(chunk: Chunk, width: int) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
+    """For one gate per channel: q and k as they read the state before, k as it writes the one after, and `across`."""
+    (c, n), g = chunk.beta.shape, chunk.g
+    into = jnp.exp(chunk.dot(chunk.mask.upto, g, "nn", "a"))  # [C, n K]
+    onward = jnp.exp(chunk.dot(chunk.mask.after, g, "nn", "a"))  # [C, n K]
     every = jnp.ones((c, width), g.dtype)
-    across = [
-        jnp.exp(dot(_of_head(g, h, n), every, "tn", precision, "b")) for h in range(n)
-    ]  # each [K, V], equal along V
+    # Each [K, V], equal along V.
+    across = [jnp.exp(chunk.dot(_of_head(g, h, n), every, "tn", "b")) for h in range(n)]
     if chunk.segments is not None:
         last = chunk.segments.column[c - 1 :, :]  # [1, 1]
         into = jnp.where(chunk.segments.column == 0, into, 0.0)

@@ -44,7 +44,6 @@ from tilewright.ops.delta_rule.wy_transform import (
     Segments,
     channel_passage,
     channel_scores,
-    decay_of,
     inverses,
     masks,
     same_segment,
@@ -83,16 +82,8 @@ class _Program:
 
 def _program(chip: Chip, dtype: Any) -> _Program:
     if chip.platform == "cpu":
-        return _Program(
-            xla_cpu.PRECISION,
-            xla_cpu.inverse,
-            xla_cpu.channel_operands,
-            True,
-            xla_cpu.split,
-            xla_cpu.join,
-            xla_cpu.each,
-            xla_cpu.scan,
-        )
+        chunks = (xla_cpu.split, xla_cpu.join, xla_cpu.each, xla_cpu.scan)
+        return _Program(xla_cpu.PRECISION, xla_cpu.inverse, xla_cpu.channel_operands, True, *chunks)
     precision = MatmulPrecision.BF16X3_XLA if dtype == jnp.bfloat16 else MatmulPrecision.FLOAT32
     return _Program(precision, functools.partial(_inverse, precision=precision))
 
@@ -171,8 +162,8 @@ def _chunk_operands(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, precision
         coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), sums)
         gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
         g = g[None, :]
-    chunk = Chunk(q, k, None, beta[:, None], g, gates, segments, mask)
-    decay = decay_of(chunk, precision)
+    chunk = Chunk(q, k, None, beta[:, None], g, gates, segments, mask, precision)
+    decay = chunk.decay
     # The barrier: laid out once, and not again for each product that reads it.
     reads, writes, across = jax.lax.optimization_barrier(jnp.concatenate([q, k], axis=0)), beta[:, None] * k, None
     if decay is None:
@@ -182,7 +173,7 @@ def _chunk_operands(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, precision
         if segments is not None:
             scores = jnp.where(jnp.concatenate([same_segment(segments)] * 2, axis=0), scores, 0.0)
         scores = scores * beta[None, :]
-        into_q, into_k, onward_k, (across,) = channel_passage(chunk, 1, 1, precision)
+        into_q, into_k, onward_k, (across,) = channel_passage(chunk, 1)
         reads, writes = jnp.concatenate([into_q, into_k], axis=0), beta[:, None] * onward_k
     else:
         pairs = jnp.concatenate([decay.pairs, decay.pairs * mask.before], axis=0)
@@ -232,9 +223,7 @@ def _decayed(across: Any, state: jax.Array) -> jax.Array:
 def _state_passage(
     state: jax.Array, operands: Operands, inverse: jax.Array, v: jax.Array, program: _Program
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """The state [B, H, G, K, V] after the chunks; of each chunk q S, u, and the state before it, which is None where
-    the program saves the solution.
-    """
+    """The state [B, H, G, K, V] after the chunks; of each chunk q S, u, and, unless u is saved, the state before it."""
     c = v.shape[-2]
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
@@ -361,7 +350,7 @@ def _backward(call: DeltaRuleCall, saved: Any, cotangents: Any, launch: Launch) 
 
 
 IMPLEMENTATION = Implementation(
-    forward=Pass(_forward, config=DeltaRuleXlaForward, heuristic=_heuristic),
+    forward=Pass(_forward, config=DeltaRuleXlaForward, heuristic=_heuristic, saved=("B . H", "B . . H", "")),
     backward=Pass(
         _backward,
         reads=("q", "k", "v", "g", "beta", "resets"),

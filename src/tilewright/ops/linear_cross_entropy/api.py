@@ -68,19 +68,16 @@ def linear_cross_entropy(
     weights = None if weights is None else jnp.asarray(weights)
     _validate(x, w, labels, weights, z_loss, soft_cap, reduction)
     vocabulary = w.shape[1]
-    tokens = labels.shape
-    rows, row_labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)  # [N, H], [N]
-
-    counted = row_labels != IGNORED_LABEL
-    in_range = (row_labels >= 0) & (row_labels < vocabulary)
+    counted = labels != IGNORED_LABEL
+    in_range = (labels >= 0) & (labels < vocabulary)
     # Implementations see labels in range only, so none of them can read out of bounds.
-    safe_labels = jnp.where(in_range, row_labels, 0).astype(jnp.int32)
-    if rows.shape[0]:
+    safe_labels = jnp.where(in_range, labels, 0).astype(jnp.int32)
+    if labels.size:
         cap = None if soft_cap is None else float(soft_cap)
-        call = LinearCrossEntropyCall(x=rows, w=w, labels=safe_labels, soft_cap=cap)
+        call = LinearCrossEntropyCall(x=x, w=w, labels=safe_labels, soft_cap=cap)
         nll, logsumexp = OP.run(call, implementation=implementation, config=config)
     else:
-        nll = logsumexp = jnp.zeros((0,), accumulator(x.dtype))
+        nll = logsumexp = jnp.zeros(labels.shape, accumulator(x.dtype))
 
     loss = nll
     if not (isinstance(z_loss, (int, float)) and z_loss == 0):
@@ -90,14 +87,13 @@ def linear_cross_entropy(
     loss = jnp.where(counted, loss, 0.0)
     counts = counted.astype(loss.dtype)
     if weights is not None:
-        row_weights = weights.reshape(-1).astype(loss.dtype)
-        loss, counts = loss * row_weights, counts * row_weights
+        loss, counts = loss * weights.astype(loss.dtype), counts * weights.astype(loss.dtype)
 
-    loss = loss.reshape(tokens) if reduction == "none" else jnp.sum(loss)
+    loss = loss if reduction == "none" else jnp.sum(loss)
     if reduction == "mean":
         total = jnp.sum(counts)
         loss = jnp.where(total == 0, jnp.zeros_like(loss), loss) / jnp.where(total == 0, jnp.ones_like(total), total)
-    return (loss, logsumexp.reshape(tokens)) if return_logsumexp else loss
+    return (loss, logsumexp) if return_logsumexp else loss
 
 
 def _validate(

@@ -1,10 +1,12 @@
 """A call of linear cross entropy."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from tilewright.core.axes import RowLabels, Rows, Unembedding
+from tilewright.core.axes import Hidden, Labels, Unembedding
 from tilewright.core.call import Call, array, option, power_of_two
+from tilewright.ops.linear_cross_entropy.vocabulary import VocabularyShard
 
 
 class LinearCrossEntropyCall(Call):
@@ -13,20 +15,26 @@ class LinearCrossEntropyCall(Call):
     Labels are in [0, V). Under a `soft_cap` the logits are a = soft_cap * tanh(x w / soft_cap).
     """
 
-    independent = (("N",),)
-    outputs = ("N", "N")
+    vmapped: ClassVar[Literal["merged", "stacked"]] = "stacked"
+    independent = (("*tokens",),)
+    reduced = ("V",)
+    outputs = ("*tokens", "*tokens")
+    rows = True
 
-    x: Rows = array(batch=True)
+    x: Hidden = array(batch=True)
     w: Unembedding = array()
-    labels: RowLabels = array(batch=True, differentiable=False)
+    labels: Labels = array(batch=True, differentiable=False)
     soft_cap: float | None = option()
 
     def bucket(self) -> Mapping[str, Any]:
-        (n, h), v = self.x.shape, self.w.shape[1]
+        (*tokens, h), v = self.x.shape, self.w.shape[1]
         return {
             "dtype": self.x.dtype.name,
-            "N": power_of_two(n),
+            "N": power_of_two(math.prod(tokens)),
             "H": h,
             "V": v,
             "soft_cap": self.soft_cap is not None,
         }
+
+    def on_shard(self, axes: tuple[str, ...]) -> VocabularyShard:
+        return VocabularyShard.of(self, axes)

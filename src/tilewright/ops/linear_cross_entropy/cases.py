@@ -1,5 +1,6 @@
 """The named shapes of linear cross entropy."""
 
+import math
 from typing import Any
 
 import jax
@@ -36,9 +37,7 @@ def _case(
 ) -> Case:
     """A case with logits of about `logit_scale`. FLOPs are of the products: 2 N H V, and thrice that with gradients."""
     leading = (tokens,) if isinstance(tokens, int) else tokens
-    n = 1
-    for size in leading:
-        n *= size
+    n = math.prod(leading)
     inputs = {
         "x": Input((*leading, h)),
         "w": Input((h, v), normal(logit_scale / h**0.5)),

@@ -87,9 +87,7 @@ class _Sm90Tiles(Config):
     """2: two thread blocks with adjacent rows share one read of their columns of w. 1: each reads its own."""
     consumer_registers: int = 232
     producer_registers: int = 40
-    """Registers per thread of a consumer and of the producer warpgroup. With 24 the producer spills where its loops
-    have odd sizes.
-    """
+    """Registers per thread of a consumer and of the producer. With 24 the producer spills where loops have odd sizes."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.block_v, int) or self.block_v % _SM90_WIDTH or not 0 < self.block_v <= _SM90_WIDEST:

@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from tilewright.core.axes import Unembedding
 from tilewright.core.chip import LANES, MIB
 from tilewright.core.implementation import Implementation, Launch, Pass
-from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyXlaBackward, LinearCrossEntropyXlaForward
+from tilewright.ops.linear_cross_entropy.vocabulary import RowStatistics
+from tilewright.pallas.arrays import padded
 
 # A tile of logits, float32. It bounds the temporary memory. H200, N8192 H2048 V151936 bf16, forward and backward:
 # 64 MiB 41.4 ms, 128 MiB 41.1 ms, 256 MiB 40.6 ms, 512 MiB 41.6 ms; half the rows at the same size 46.4 ms.
@@ -57,19 +58,9 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
-    """Zeros to start a scan with; inside shard_map they vary over the mesh axes that `like` varies over."""
-    return vary_over(jnp.zeros(shape, dtype), varying_axes(like))
-
-
-def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
-    return jnp.pad(array, [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1))
-
-
 def _row_blocks(block_n: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Each array [N, ...] as [num_n, block_n, ...], padded with zeros."""
-    num_n = -(-arrays[0].shape[0] // block_n)
-    return tuple(_pad_rows(a, num_n * block_n).reshape(num_n, block_n, *a.shape[1:]) for a in arrays)
+    return tuple(padded(a, 0, block_n).reshape(-1, block_n, *a.shape[1:]) for a in arrays)
 
 
 def _vocabulary_block(w: Unembedding, index: jax.Array, block_v: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -90,11 +81,16 @@ def _is_label(labels: jax.Array, start: jax.Array, block_v: int) -> jax.Array:
     return labels[:, None] == start + jnp.arange(block_v, dtype=jnp.int32)[None, :]  # [block_n, block_v]
 
 
+def _block_n(config: Any, n: Any) -> int:
+    """Rows of a block: no more than there are, where their number is known (`jax.export` may leave it symbolic)."""
+    return min(config.block_n, n) if isinstance(n, int) else config.block_n
+
+
 def _forward(call: LinearCrossEntropyCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves the max and sum exp(logit - max) of each row, which give the backward the probabilities."""
     x, w, labels, soft_cap = call.x, call.w, call.labels, call.soft_cap
     n, v = x.shape[0], w.shape[1]
-    block_n, block_v = min(launch.config.block_n, n), min(launch.config.block_v, v)
+    block_n, block_v = _block_n(launch.config, n), min(launch.config.block_v, v)
     num_v = -(-v // block_v)
     accumulate = accumulator(x.dtype)
 
@@ -112,7 +108,7 @@ def _forward(call: LinearCrossEntropyCall, launch: Launch, *, save: bool) -> tup
             total = total * jnp.exp(highest - new_highest) + jnp.sum(jnp.exp(logits - new_highest[:, None]), axis=1)
             return (new_highest, total, label_logit), None
 
-        zero = _zeros((block_n,), accumulate, x_block)
+        zero = jnp.zeros((block_n,), accumulate)
         start = (zero - jnp.inf, zero, zero)
         (highest, total, label_logit), _ = jax.lax.scan(step, start, jnp.arange(num_v, dtype=jnp.int32))
         return label_logit, highest, total
@@ -121,7 +117,7 @@ def _forward(call: LinearCrossEntropyCall, launch: Launch, *, save: bool) -> tup
         stacked.reshape(-1)[:n] for stacked in _map_blocks(rows, _row_blocks(block_n, x, labels))
     )
     log_total = jnp.log(total)
-    return ((highest - label_logit) + log_total, highest + log_total), (highest, total)
+    return ((highest - label_logit) + log_total, highest + log_total), RowStatistics(highest, total)
 
 
 def _map_blocks(function: Callable[[Any], Any], blocks: tuple[jax.Array, ...]) -> Any:
@@ -134,9 +130,9 @@ def _map_blocks(function: Callable[[Any], Any], blocks: tuple[jax.Array, ...]) -
 def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch: Launch) -> LinearCrossEntropyCall:
     """The gradient of a logit is (d_nll + d_logsumexp) p - d_nll [label], times the slope of the soft cap."""
     x, w, labels, soft_cap = call.x, call.w, call.labels, call.soft_cap
-    (highest, total), (d_nll, d_logsumexp) = saved, cotangents
+    (highest, total, _), (d_nll, d_logsumexp) = saved, cotangents
     (n, h), v = x.shape, w.shape[1]
-    block_n, block_v = min(launch.config.block_n, n), min(launch.config.block_v, v)
+    block_n, block_v = _block_n(launch.config, n), min(launch.config.block_v, v)
     num_v = -(-v // block_v)
     blocks = _row_blocks(block_n, x, labels, highest, (d_nll + d_logsumexp) / total, d_nll)
     accumulate = highest.dtype
@@ -158,11 +154,11 @@ def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch:
             d_fresh = jnp.where(fresh, d_logits, jnp.zeros_like(d_logits))
             return dw_block, dx_block + _dot(d_fresh, w_block, (1, 1))  # [block_n, H]
 
-        dw_block, dx = jax.lax.scan(rows_step, _zeros((h, block_v), accumulate, x), (*blocks, dx))
+        dw_block, dx = jax.lax.scan(rows_step, jnp.zeros((h, block_v), accumulate), (*blocks, dx))
         dw = jax.lax.dynamic_update_slice_in_dim(dw, dw_block.astype(w.dtype), start, axis=1)
         return (dx, dw), None
 
-    start = (_zeros(blocks[0].shape, accumulate, x), _zeros(w.shape, w.dtype, x))
+    start = (jnp.zeros(blocks[0].shape, accumulate), jnp.zeros(w.shape, w.dtype))
     (dx, dw), _ = jax.lax.scan(vocabulary_step, start, jnp.arange(num_v, dtype=jnp.int32))
     return call.gradients(x=dx.reshape(-1, h)[:n], w=dw)
 
@@ -172,6 +168,7 @@ IMPLEMENTATION = Implementation(
         _forward,
         config=LinearCrossEntropyXlaForward,
         heuristic=lambda chip, call: LinearCrossEntropyXlaForward(*_tile(call)),
+        saved="*tokens",
     ),
     backward=Pass(
         _backward,

@@ -37,7 +37,7 @@ The variance of a layer norm is the mean of squares about the mean, not the diff
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -45,10 +45,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
-from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.implementation import Implementation, Launch
 from tilewright.ops.norm.call import NormCall
 from tilewright.ops.norm.config import NormTpuBackward, NormTpuForward
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
+from tilewright.ops.norm.xla import activate
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, block_pass
 
 _CHUNK = 4 * LANES  # Columns of a wide row that are taken at a time.
 _NARROW = (32, 64)  # Widths of which several share the lanes.
@@ -59,26 +60,19 @@ _WIDEST_SHARED_ROW = 16384
 _ROWS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 _BLOCK_BYTES = 1 * MIB
 _TILE_ELEMENTS = 32768  # 32 registers of float32, of the 64 there are.
-_VMEM_SHARE = 0.75  # The compiler needs VMEM for spills and for values that live between passes.
 _FLOAT32_BYTES = 4
 
 
-def _choose(kind: Any, chip: Chip, call: NormCall, *, memory: Callable[[NormCall, Launch], Any]) -> Any:
-    """The largest block that is worth its size and whose kernels fit the chip's VMEM; the smallest if none does."""
+def _candidates(kind: Any, chip: Chip, call: NormCall) -> Iterator[Any]:
+    """Blocks that are worth their size, the largest first."""
     n, columns = _rows_shape(call.x.shape)
     padded = -(-columns // LANES) * LANES
     tile_n = next((size for size in _ROWS if size * padded <= _TILE_ELEMENTS), ROW_TILE)
     for block_n in _ROWS:
-        config = kind(block_n, min(tile_n, block_n))
-        needed = max(memory(call, Launch(chip, config, None)).values())
-        worth = block_n < n + ROW_TILE and block_n * padded * call.x.dtype.itemsize <= _BLOCK_BYTES
-        if worth and needed <= _VMEM_SHARE * (chip.vmem_bytes or 0):
-            return config
-    return kind(_ROWS[-1])
-
-
-def _unsupported_reason(call: NormCall, launch: Launch) -> str | None:
-    return not_float64(call.x)
+        if (block_n < n + ROW_TILE and block_n * padded * call.x.dtype.itemsize <= _BLOCK_BYTES) or block_n == _ROWS[
+            -1
+        ]:
+            yield kind(block_n, min(tile_n, block_n))
 
 
 def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -126,12 +120,6 @@ def _row_mean(chunks: list[jax.Array], d: int) -> jax.Array:
             rest.append(chunk[:, len(starts) * LANES :])
     parts = ([functools.reduce(jnp.add, whole)] if whole else []) + rest
     return functools.reduce(jnp.add, [jnp.sum(part, axis=1, keepdims=True) for part in parts]) * (1.0 / d)
-
-
-def _activated(gate: jax.Array, activation: str | None) -> tuple[jax.Array, jax.Array]:
-    """act(gate) and its slope."""
-    s = jax.nn.sigmoid(gate)
-    return (gate * s, s * (1.0 + gate * (1.0 - s))) if activation == "silu" else (s, s * (1.0 - s))
 
 
 def _for_row_tiles(block_n: int, tile_n: int, body: Callable[[Any], None]) -> None:
@@ -184,55 +172,73 @@ def _forward_kernel(
                 if bias_ref is not None:
                     y = y + bias_ref[:, of_weights].astype(jnp.float32)
                 if gate_ref is not None:
-                    y = y * _activated(gate_ref[rows, columns].astype(jnp.float32), call.activation)[0]
+                    y = y * activate(gate_ref[rows, columns].astype(jnp.float32), call.activation)[0]
                 y_ref[rows, columns] = y.astype(y_ref.dtype)
 
     _for_row_tiles(x_ref.shape[0], tile_n, tile)
 
 
-def _weight_row(weights: jax.Array | None, d: int, columns: int) -> jax.Array | None:
+def _weight_row(weights: jax.Array | None, columns: int) -> jax.Array | None:
     """[1, D]; where a row has several groups, repeated over 128 lanes."""
-    if weights is None or columns == d:
+    if weights is None or columns == weights.shape[0]:
         return None if weights is None else weights[None, :]
-    return jnp.tile(weights, LANES // d)[None, :]
+    return jnp.tile(weights, LANES // weights.shape[0])[None, :]
 
 
 def _name(call: NormCall) -> str:
     return "layer_norm" if call.centered else "gated_rms_norm" if call.activation else "rms_norm"
 
 
-def _forward_declaration(call: NormCall, config: NormTpuForward) -> Kernel:
-    (n, columns), d = _rows_shape(call.x.shape), call.x.shape[-1]
+def _blocks(call: NormCall, block_n: int, number: Callable[..., Any]) -> tuple[Callable[[Any], Any], ...]:
+    """The block of an array of rows, and of one of weights; None for None. `number` is the block's, from grid indices."""
+    columns, d = _rows_shape(call.x.shape)[1], call.x.shape[-1]
     width = d if columns == d else LANES
 
-    def rows(dtype: Any) -> Block:
-        return Block((config.block_n, columns), dtype, lambda i: (i, 0))
+    def rows(array: Any) -> Block | None:
+        return None if array is None else Block((block_n, columns), array.dtype, lambda *grid: (number(*grid), 0))
 
     def weights(array: Any) -> Block | None:
-        return None if array is None else Block((1, width), array.dtype, lambda i: (0, 0))
+        return None if array is None else Block((1, width), array.dtype, lambda *grid: (0, 0))
 
+    return rows, weights
+
+
+def _forward_declaration(call: NormCall, launch: Launch) -> Kernel:
+    shape, block_n = _rows_shape(call.x.shape), launch.config.block_n
+    rows, weights = _blocks(call, block_n, lambda i: i)
     return Kernel(
         name=f"{_name(call)}_forward",
-        grid={"row": Axis(pl.cdiv(n, config.block_n), "parallel")},
-        inputs={
-            "x": rows(call.x.dtype),
-            "gate": None if call.gate is None else rows(call.gate.dtype),
-            "w": weights(call.w),
-            "bias": weights(call.bias),
-        },
-        outputs={"y": Output((n, columns), rows(call.x.dtype))},
+        grid={"row": Axis(pl.cdiv(shape[0], block_n), "parallel")},
+        inputs={"x": rows(call.x), "gate": rows(call.gate), "w": weights(call.w), "bias": weights(call.bias)},
+        outputs={"y": Output(shape, rows(call.x))},
     )
 
 
-def _tile_bytes(call: NormCall, config: NormTpuForward | NormTpuBackward) -> int:
+def _tile_bytes(call: NormCall, launch: Launch) -> int:
     """A tile of a block in float32, which the compiler keeps in VMEM between passes."""
     columns = -(-_rows_shape(call.x.shape)[1] // LANES) * LANES
-    return min(config.tile_n, config.block_n) * columns * _FLOAT32_BYTES
+    return min(launch.config.tile_n, launch.config.block_n) * columns * _FLOAT32_BYTES
 
 
-def _forward_memory(call: NormCall, launch: Launch) -> dict[str, int]:
-    tile = _tile_bytes(call, launch.config)
-    return {"forward": _forward_declaration(call, launch.config).vmem_bytes(temporaries=tile)}
+def _run(
+    kernel: Kernel, body: Callable[..., None], call: NormCall, launch: Launch, *, flops: int, passes: int, **rows: Any
+) -> dict[str, Any]:
+    """Runs a kernel on the arrays of a call and on others of x's shape. `flops` are per element; `passes` are over arrays
+    of x's dtype, and one fewer over arrays of the gate's.
+    """
+    x, shape, config = call.x, _rows_shape(call.x.shape), launch.config
+    arrays = {name: _as_rows(array, shape) for name, array in {"x": x, "gate": call.gate, **rows}.items()}
+    gate_bytes = 0 if call.gate is None else call.gate.dtype.itemsize
+    return kernel.run(
+        functools.partial(body, call=call, tile_n=min(config.tile_n, config.block_n)),
+        arrays | {"w": _weight_row(call.w, shape[1]), "bias": _weight_row(call.bias, shape[1])},
+        chip=launch.chip,
+        cost=pl.CostEstimate(
+            flops=flops * x.size,
+            transcendentals=x.size // x.shape[-1] + (0 if call.gate is None else x.size),
+            bytes_accessed=x.size * (passes * x.dtype.itemsize + (passes - 1) * gate_bytes),
+        ),
+    )
 
 
 def _as_rows(array: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
@@ -240,24 +246,8 @@ def _as_rows(array: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | Non
 
 
 def _forward(call: NormCall, launch: Launch, *, save: bool) -> tuple[jax.Array, None]:
-    x, shape, d, config = call.x, _rows_shape(call.x.shape), call.x.shape[-1], launch.config
-    gate_bytes = 0 if call.gate is None else call.gate.dtype.itemsize
-    outputs = _forward_declaration(call, config).run(
-        functools.partial(_forward_kernel, call=call, tile_n=min(config.tile_n, config.block_n)),
-        {
-            "x": _as_rows(x, shape),
-            "gate": _as_rows(call.gate, shape),
-            "w": _weight_row(call.w, d, shape[1]),
-            "bias": _weight_row(call.bias, d, shape[1]),
-        },
-        chip=launch.chip,
-        cost=pl.CostEstimate(
-            flops=8 * x.size,
-            transcendentals=x.size // d + (0 if call.gate is None else x.size),
-            bytes_accessed=x.size * (2 * x.dtype.itemsize + gate_bytes),
-        ),
-    )
-    return outputs["y"].reshape(x.shape), None
+    outputs = _run(_forward_declaration(call, launch), _forward_kernel, call, launch, flops=8, passes=2)
+    return outputs["y"].reshape(call.x.shape), None
 
 
 def _backward_kernel(
@@ -307,7 +297,7 @@ def _backward_kernel(
             activated = slope = None
             w = w_ref[:, _weight_columns(columns, w_ref.shape[1])].astype(jnp.float32) + call.offset  # [1, chunk]
             if gate_ref is not None:
-                activated, slope = _activated(gate_ref[rows, columns].astype(jnp.float32), call.activation)
+                activated, slope = activate(gate_ref[rows, columns].astype(jnp.float32), call.activation)
             d_scaled = dy if activated is None else dy * activated
             return x, dy, slope, w, d_scaled, d_scaled * w
 
@@ -351,91 +341,52 @@ def _parts(call: NormCall, launch: Launch) -> tuple[int, int]:
 
 
 def _backward_declaration(call: NormCall, launch: Launch) -> Kernel:
-    (n, columns), d, block_n = _rows_shape(call.x.shape), call.x.shape[-1], launch.config.block_n
+    shape, d, block_n = _rows_shape(call.x.shape), call.x.shape[-1], launch.config.block_n
     parts, steps = _parts(call, launch)
-    num_n, width = pl.cdiv(n, block_n), d if columns == d else LANES
-
-    def rows(dtype: Any) -> Block:
-        # Where the parts do not divide the blocks, the last part repeats its last block: that writes the same dx again,
-        # and for dw every row of it is past the end.
-        return Block((block_n, columns), dtype, lambda part, step: (jnp.minimum(part * steps + step, num_n - 1), 0))
-
-    sums = Output(
-        (parts, SUBLANES, width), Block((None, SUBLANES, width), jnp.float32, lambda part, step: (part, 0, 0))
-    )
+    num_n, width = pl.cdiv(shape[0], block_n), d if shape[1] == d else LANES
+    # Where the parts do not divide the blocks, the last part repeats its last block: that writes the same dx again, and
+    # for dw every row of it is past the end.
+    rows, weights = _blocks(call, block_n, lambda part, step: jnp.minimum(part * steps + step, num_n - 1))
+    block = Block((None, SUBLANES, width), jnp.float32, lambda part, step: (part, 0, 0))
+    sums = Output((parts, SUBLANES, width), block)
     return Kernel(
         name=f"{_name(call)}_backward",
         grid={"part": Axis(parts, "parallel"), "step": Axis(steps)},
-        inputs={
-            "x": rows(call.x.dtype),
-            "gate": None if call.gate is None else rows(call.gate.dtype),
-            "w": Block((1, width), call.w.dtype, lambda part, step: (0, 0)),
-            "dy": rows(call.x.dtype),
-        },
+        inputs={"x": rows(call.x), "gate": rows(call.gate), "w": weights(call.w), "dy": rows(call.x)},
         outputs={
-            "dx": Output((n, columns), rows(call.x.dtype)),
-            "d_gate": None if call.gate is None else Output((n, columns), rows(call.gate.dtype)),
+            "dx": Output(shape, rows(call.x)),
+            "d_gate": None if call.gate is None else Output(shape, rows(call.gate)),
             "dw": sums,
             "d_bias": None if call.bias is None else sums,
         },
     )
 
 
-def _backward_memory(call: NormCall, launch: Launch) -> dict[str, int]:
-    tiles = 2 * _tile_bytes(call, launch.config)
-    return {"backward": _backward_declaration(call, launch).vmem_bytes(temporaries=tiles)}
-
-
 def _backward(call: NormCall, saved: None, dy: jax.Array, launch: Launch) -> NormCall:
-    x, shape, d, config = call.x, _rows_shape(call.x.shape), call.x.shape[-1], launch.config
-    parts, steps = _parts(call, launch)
-    gate_bytes = 0 if call.gate is None else call.gate.dtype.itemsize
-    body = functools.partial(
-        _backward_kernel,
-        call=call,
-        num_rows=shape[0],
-        masked=parts * steps * config.block_n != shape[0],
-        tile_n=min(config.tile_n, config.block_n),
-    )
-    outputs = _backward_declaration(call, launch).run(
-        body,
-        {
-            "x": _as_rows(x, shape),
-            "gate": _as_rows(call.gate, shape),
-            "w": _weight_row(call.w, d, shape[1]),
-            "dy": _as_rows(dy, shape),
-        },
-        chip=launch.chip,
-        cost=pl.CostEstimate(
-            flops=20 * x.size,
-            transcendentals=x.size // d + (0 if call.gate is None else x.size),
-            bytes_accessed=x.size * (3 * x.dtype.itemsize + 2 * gate_bytes),
-        ),
-    )
+    (parts, steps), num_rows = _parts(call, launch), _rows_shape(call.x.shape)[0]
+    masked = parts * steps * launch.config.block_n != num_rows
+    body = functools.partial(_backward_kernel, num_rows=num_rows, masked=masked)
+    outputs = _run(_backward_declaration(call, launch), body, call, launch, flops=20, passes=3, dy=dy)
 
     def over_rows(sums: jax.Array | None) -> jax.Array | None:
-        return None if sums is None else jnp.sum(sums.reshape(-1, d), axis=0)
+        return None if sums is None else jnp.sum(sums.reshape(-1, call.x.shape[-1]), axis=0)
 
     return call.gradients(
-        x=outputs["dx"].reshape(x.shape),
-        gate=_as_rows(outputs["d_gate"], x.shape),
+        x=outputs["dx"].reshape(call.x.shape),
+        gate=_as_rows(outputs["d_gate"], call.x.shape),
         w=over_rows(outputs["dw"]),
         bias=over_rows(outputs["d_bias"]),
     )
 
 
-def _pass(run: Any, config: Any, memory: Any) -> Pass:
-    return Pass(
-        run=run,
-        config=config,
-        heuristic=functools.partial(_choose, config, memory=memory),
-        unsupported_reason=_unsupported_reason,
-        memory=memory,
-        memory_fields="a smaller block_n",
-    )
-
-
+_pass = functools.partial(block_pass, candidates=_candidates, memory_fields="a smaller block_n")
 IMPLEMENTATION = Implementation(
-    forward=_pass(_forward, NormTpuForward, _forward_memory),
-    backward=_pass(_backward, NormTpuBackward, _backward_memory),
+    forward=_pass(_forward, NormTpuForward, "forward", _forward_declaration, temporaries=_tile_bytes),
+    backward=_pass(
+        _backward,
+        NormTpuBackward,
+        "backward",
+        _backward_declaration,
+        temporaries=lambda call, launch: 2 * _tile_bytes(call, launch),
+    ),
 )

@@ -1,8 +1,8 @@
 """Rotary embedding in plain JAX. One fusion reads and writes each element once, and XLA joins it to its neighbours.
 
-The gradient is the rotation by the opposite angle, and saves nothing but the tables. Autodiff would save no more, but
-would transpose the slices of pairs into scatters for the interleaved layout. The interleaved layout swaps neighbours by
-reversing the pair axis, so it needs no strided slice.
+The gradients are JAX's, of any order and in both modes: the transpose of a rotation is the rotation by the opposite angle,
+and needs nothing but the tables. The interleaved layout swaps neighbours by reversing the pair axis, so it needs no strided
+slice, which would transpose into a scatter.
 
 There is no kernel: the op moves about 2 bytes per FLOP, which a fusion does at the memory's speed, and a kernel would
 keep XLA from fusing it with the projection before it.
@@ -36,8 +36,4 @@ def _forward(call: RopeCall, launch: Launch, *, save: bool) -> tuple[jax.Array, 
     return _rotated(call.x, call.cos, call.sin, call.layout), None
 
 
-def _backward(call: RopeCall, saved: None, dy: jax.Array, launch: Launch) -> RopeCall:
-    return call.gradients(x=_rotated(dy, call.cos, -call.sin, call.layout))
-
-
-IMPLEMENTATION = Implementation(forward=Pass(_forward), backward=Pass(_backward, reads=("cos", "sin")))
+IMPLEMENTATION = Implementation(forward=Pass(_forward))

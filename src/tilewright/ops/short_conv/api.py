@@ -10,6 +10,7 @@ from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
+from tilewright.core.partitioning import refuse_explicit
 from tilewright.ops.short_conv.call import ShortConvCall
 
 MIN_WIDTH, MAX_WIDTH = 2, 8
@@ -83,6 +84,7 @@ def short_conv(
         x = x[None]
         initial_state, segment_ids = (None if a is None else a[None] for a in (initial_state, segment_ids))
     batch, length, d = x.shape
+    refuse_explicit("short_conv", ShortConvCall, x=x, w=w, bias=bias, segment_ids=segment_ids)
     if batch and length:
         reach = None if segment_ids is None else _reach(segment_ids, w.shape[0])
         call = ShortConvCall(x=x, w=w, bias=bias, state=initial_state, reach=reach, activation=activation)
@@ -137,7 +139,8 @@ def short_conv_step(
 def _reach(segment_ids: jax.Array, width: int) -> jax.Array:
     """How many tokens each token may look back, at most W-1: [B, T] int32. The state belongs to the first segment."""
     length = segment_ids.shape[1]
-    before = jnp.pad(segment_ids, ((0, 0), (width - 1, 0)), mode="edge")  # [B, W-1 + T]
+    first = jnp.broadcast_to(segment_ids[:, :1], (segment_ids.shape[0], width - 1))
+    before = jnp.concatenate([first, segment_ids], axis=1)  # [B, W-1 + T]
     same = (before[:, 1:] == before[:, :-1]).astype(jnp.int32)  # [B, W-2 + T]: same id as the token before
     connected = jnp.ones_like(segment_ids, jnp.int32)  # [B, T]
     reach = jnp.zeros_like(connected)

@@ -57,16 +57,7 @@ def _case(
 CASES: tuple[Case, ...] = (
     _case("odd", None, 5, 7, state=True, activation="silu", small=True),
     _case(
-        "shorter_than_the_filter",
-        2,
-        2,
-        130,
-        width=8,
-        state=True,
-        bias=False,
-        scale=100.0,
-        activation="silu",
-        small=True,
+        "shorter_than_the_filter", 2, 2, 130, width=8, state=True, bias=False, scale=1e2, activation="silu", small=True
     ),
     _case("packed", 2, 77, 40, width=5, state=True, segments=True, weights_dtype="float32", small=True),
     _case("many_blocks", 2, 300, 150, state=True, activation="silu", small=True),

@@ -39,7 +39,7 @@ Tried and dropped:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,36 +48,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
-from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.implementation import Implementation, Launch
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.config import ShortConvTpuBackward, ShortConvTpuForward
 from tilewright.ops.short_conv.final_state import final_state, with_final_state
-from tilewright.ops.short_conv.xla import output_gradients
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
+from tilewright.ops.short_conv.xla import convolved
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, block_pass
 
 # Largest first. At 1 MiB a block's copy outweighs the fixed cost of a grid step; that is a guess until timed on a chip.
 _TOKENS = (1024, 512, 256, 128, 64, 32, 16)
 _CHANNELS = 1024
 _BLOCK_BYTES = 1 * MIB
-_VMEM_SHARE = 0.75  # The compiler needs VMEM for spills and for values that live between passes.
 
 
-def _choose(kind: Any, chip: Chip, call: ShortConvCall, *, memory: Callable[[ShortConvCall, Launch], Any]) -> Any:
-    """The largest block that is worth its size and fits the chip's VMEM, with a row of blocks for each TensorCore."""
+def _candidates(kind: Any, chip: Chip, call: ShortConvCall) -> Iterator[Any]:
+    """Blocks that are worth their size, the largest first, with a row of blocks for each TensorCore."""
     _, length, d = call.x.shape
-    per_core = -(-d // (LANES * chip.cores_per_device)) * LANES
-    block_d = min(_CHANNELS, per_core)
+    block_d = min(_CHANNELS, -(-d // (LANES * chip.cores_per_device)) * LANES)
+    largest = _BLOCK_BYTES // (block_d * call.x.dtype.itemsize)
     for block_t in _TOKENS:
-        config = kind(block_t, block_d)
-        needed = max(memory(call, Launch(chip, config, None)).values())
-        worth = block_t * block_d * call.x.dtype.itemsize <= _BLOCK_BYTES and block_t < length + ROW_TILE
-        if worth and needed <= _VMEM_SHARE * (chip.vmem_bytes or 0):
-            return config
-    return kind(_TOKENS[-1], block_d)
-
-
-def _unsupported_reason(call: ShortConvCall, launch: Launch) -> str | None:
-    return not_float64(call.x)
+        if (block_t <= largest and block_t < length + ROW_TILE) or block_t == _TOKENS[-1]:
+            yield kind(block_t, block_d)
 
 
 def _one_plus_tanh(h: jax.Array, dtype: Any) -> jax.Array:
@@ -214,31 +205,34 @@ def _grid(call: ShortConvCall, config: Any) -> dict[str, Axis]:
     }
 
 
-def _forward_declaration(call: ShortConvCall, config: ShortConvTpuForward) -> Kernel:
-    block_t, block_d, dtype = config.block_t, config.block_d, call.x.dtype
-    tokens = Block((None, block_t, block_d), dtype, lambda j, b, t: (b, t, j))
+def _input_blocks(call: ShortConvCall, config: Any, order: Callable[[Any], Any]) -> dict[str, Any]:
+    """The inputs that both kernels have. `order` maps a step in time to its block of tokens."""
+    block_t, block_d, dtype, bias, reach = config.block_t, config.block_d, call.x.dtype, call.bias, call.reach
+    reached = None if reach is None else Block((None, block_t, 2), reach.dtype, lambda j, b, t: (b, order(t), 0))
+    return {
+        "x": Block((None, block_t, block_d), dtype, lambda j, b, t: (b, order(t), j)),
+        "before": Block((None, SUBLANES, block_d), dtype, lambda j, b, t: (b, 0, j)),
+        "w": Block((call.w.shape[0], block_d), call.w.dtype, lambda j, b, t: (0, j)),
+        "bias": None if bias is None else Block((1, block_d), bias.dtype, lambda j, b, t: (0, j)),
+        "reach": reached,
+    }
+
+
+def _scratch(config: Any, *names: str) -> dict[str, Any]:
+    """`carry_scratch`, and one for 128 channels of a block and of 8 rows beside it, for each name."""
+    channels = pltpu.VMEM((SUBLANES + config.block_t, LANES), jnp.float32)
+    return {"carry_scratch": pltpu.VMEM((SUBLANES, config.block_d), jnp.float32), **dict.fromkeys(names, channels)}
+
+
+def _forward_declaration(call: ShortConvCall, launch: Launch) -> Kernel:
+    inputs = _input_blocks(call, launch.config, lambda t: t)
     return Kernel(
         name="short_conv_forward",
-        grid=_grid(call, config),
-        inputs={
-            "x": tokens,
-            "before": Block((None, SUBLANES, block_d), dtype, lambda j, b, t: (b, 0, j)),
-            "w": Block((call.w.shape[0], block_d), call.w.dtype, lambda j, b, t: (0, j)),
-            "bias": None if call.bias is None else Block((1, block_d), call.bias.dtype, lambda j, b, t: (0, j)),
-            "reach": None
-            if call.reach is None
-            else Block((None, block_t, 2), call.reach.dtype, lambda j, b, t: (b, t, 0)),
-        },
-        outputs={"y": Output(call.x.shape, tokens)},
-        scratch={
-            "carry_scratch": pltpu.VMEM((SUBLANES, block_d), jnp.float32),
-            "x_scratch": pltpu.VMEM((SUBLANES + block_t, LANES), jnp.float32),
-        },
+        grid=_grid(call, launch.config),
+        inputs=inputs,
+        outputs={"y": Output(call.x.shape, inputs["x"])},
+        scratch=_scratch(launch.config, "x_scratch"),
     )
-
-
-def _forward_memory(call: ShortConvCall, launch: Launch) -> dict[str, int]:
-    return {"forward": _forward_declaration(call, launch.config).vmem_bytes()}
 
 
 def _cost(call: ShortConvCall, *, flops: int, passes: int) -> pl.CostEstimate:
@@ -257,7 +251,7 @@ def _static(call: ShortConvCall, config: Any) -> dict[str, Any]:
 
 def _forward(call: ShortConvCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], None]:
     """y and the final state."""
-    outputs = _forward_declaration(call, launch.config).run(
+    outputs = _forward_declaration(call, launch).run(
         functools.partial(_forward_kernel, **_static(call, launch.config)),
         {"x": call.x, "w": call.w, **_edge_arrays(call)},
         chip=launch.chip,
@@ -350,50 +344,33 @@ def _backward_kernel(
     _for_channels(x_ref.shape[1], channels)
 
 
-def _backward_declaration(call: ShortConvCall, config: ShortConvTpuBackward) -> Kernel:
-    block_t, block_d, width, dtype = config.block_t, config.block_d, call.w.shape[0], call.x.dtype
-    num_t = pl.cdiv(call.x.shape[1], block_t)
+def _backward_declaration(call: ShortConvCall, launch: Launch) -> Kernel:
+    config, width = launch.config, call.w.shape[0]
+    block_t, block_d, num_t = config.block_t, config.block_d, pl.cdiv(call.x.shape[1], config.block_t)
 
     def halo(j: Any, b: Any, t: Any) -> tuple[Any, Any, Any]:
         return b, jnp.maximum((num_t - 1 - t) * (block_t // ROW_TILE) - 1, 0), j
 
-    tokens = Block((None, block_t, block_d), dtype, lambda j, b, t: (b, num_t - 1 - t, j))
+    inputs = _input_blocks(call, config, lambda t: num_t - 1 - t)
+    tokens, before = inputs["x"], Block((None, ROW_TILE, block_d), call.x.dtype, halo)
     sums = Block((width + 1, SUBLANES, block_d), jnp.float32, lambda j, b, t: (0, 0, j))
     return Kernel(
         name="short_conv_backward",
         grid=_grid(call, config),
-        inputs={
-            "x": tokens,
-            "halo": Block((None, ROW_TILE, block_d), dtype, halo),
-            "before": Block((None, SUBLANES, block_d), dtype, lambda j, b, t: (b, 0, j)),
-            "w": Block((width, block_d), call.w.dtype, lambda j, b, t: (0, j)),
-            "bias": None if call.bias is None else Block((1, block_d), call.bias.dtype, lambda j, b, t: (0, j)),
-            "reach": None
-            if call.reach is None
-            else Block((None, block_t, 2), call.reach.dtype, lambda j, b, t: (b, num_t - 1 - t, 0)),
-            "dy": tokens,
-        },
+        inputs={"x": tokens, "halo": before, **inputs, "dy": tokens},
         outputs={
             "dx": Output(call.x.shape, tokens),
             "sums": Output((width + 1, SUBLANES, call.x.shape[2]), sums),
         },
-        scratch={
-            "carry_scratch": pltpu.VMEM((SUBLANES, block_d), jnp.float32),
-            "x_scratch": pltpu.VMEM((SUBLANES + block_t, LANES), jnp.float32),
-            "d_scratch": pltpu.VMEM((block_t + SUBLANES, LANES), jnp.float32),
-        },
+        scratch=_scratch(config, "x_scratch", "d_scratch"),
     )
-
-
-def _backward_memory(call: ShortConvCall, launch: Launch) -> dict[str, int]:
-    return {"backward": _backward_declaration(call, launch.config).vmem_bytes()}
 
 
 def _backward(
     call: ShortConvCall, saved: None, cotangents: tuple[jax.Array, jax.Array], launch: Launch
 ) -> ShortConvCall:
     (dy, d_final), width = cotangents, call.w.shape[0]
-    outputs = _backward_declaration(call, launch.config).run(
+    outputs = _backward_declaration(call, launch).run(
         functools.partial(_backward_kernel, length=call.x.shape[1], **_static(call, launch.config)),
         {"x": call.x, "halo": call.x, "w": call.w, "dy": dy, **_edge_arrays(call)},
         chip=launch.chip,
@@ -404,23 +381,15 @@ def _backward(
     if call.state is not None:
         first = slice(0, width - 1)
         reach = None if call.reach is None else call.reach[:, first]
-        d_state = output_gradients(dataclasses.replace(call, x=call.x[:, first], reach=reach), dy[:, first]).state
+        rows = dataclasses.replace(call, x=call.x[:, first], reach=reach)
+        _, pull_back = jax.vjp(lambda state: convolved(dataclasses.replace(rows, state=state)), call.state)
+        (d_state,) = pull_back(dy[:, first])
     gradients = call.gradients(x=outputs["dx"], w=sums[:width][::-1], bias=sums[width], state=d_state)
     return with_final_state(call, gradients, d_final)
 
 
-def _pass(run: Any, config: Any, memory: Any) -> Pass:
-    return Pass(
-        run=run,
-        config=config,
-        heuristic=functools.partial(_choose, config, memory=memory),
-        unsupported_reason=_unsupported_reason,
-        memory=memory,
-        memory_fields="a smaller block_t or block_d",
-    )
-
-
+_pass = functools.partial(block_pass, candidates=_candidates, memory_fields="a smaller block_t or block_d")
 IMPLEMENTATION = Implementation(
-    forward=_pass(_forward, ShortConvTpuForward, _forward_memory),
-    backward=_pass(_backward, ShortConvTpuBackward, _backward_memory),
+    forward=_pass(_forward, ShortConvTpuForward, "forward", _forward_declaration),
+    backward=_pass(_backward, ShortConvTpuBackward, "backward", _backward_declaration),
 )

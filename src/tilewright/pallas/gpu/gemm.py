@@ -10,14 +10,14 @@
         scratch={"c_smem": ...},
     )
 
-The body takes its own arguments by name and hands the rest, the buffers and barriers of the pipeline, to `main_loop`:
+The body hands A, B and the pipeline to `main_loop`:
 
-    def _scaled_kernel(*, a_ref, b_ref, scale_ref, c_ref, c_smem, gemm, **buffers):
+    def _scaled_kernel(*, a_ref, b_ref, scale_ref, c_ref, c_smem, pipeline, gemm):
         def epilogue(consumer, i, j):
             ...  # Start the loads that finishing the tile needs.
             return finish  # Takes this consumer's part of the tile, in float32.
 
-        gemm.main_loop(a_ref, b_ref, epilogue, **buffers)
+        gemm.main_loop(a_ref, b_ref, pipeline, epilogue)
 
 Blocking: a thread block stays on its multiprocessor and computes tile after tile, [block_m, block_n], of C = A B. Each
 consumer warpgroup has block_m / consumers rows of the tile in registers. The producer warpgroup copies blocks of
@@ -40,8 +40,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
-from tilewright.pallas.gpu.kernel import compiler_params, interpreted, padded, processors, run_kernel, tile
-from tilewright.pallas.gpu.pipeline import Pipeline, pipeline_barriers
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.kernel import compiler_params, interpreted, processors, run_kernel, tile
+from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.scheduler import Banded
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops
 
@@ -102,18 +103,17 @@ class Gemm:
         """Thread blocks: as many as run at once, in whole clusters, or fewer for fewer tiles."""
         return min(processors(self.chip) // self.peers * self.peers, self.tiles.rows * self.tiles.columns)
 
-    def scratch(self) -> dict[str, Any]:
-        """The stages and barriers of the pipeline, by name: what the kernel's scratch ends with."""
-        return {
-            "a_smem": tile(self.stages, self.block_m, self.block_k, dtype=self.dtype),
-            "b_smem": tile(self.stages, self.block_k, self.block_n, dtype=self.dtype),
-            **pipeline_barriers(
-                self.stages,
-                copies=_OPERANDS,
-                consumers=self.consumers,
-                cluster_axis=_CLUSTER if self.peers > 1 else None,
-            ),
-        }
+    def scratch(self) -> dict[str, Pipeline]:
+        """What the kernel's scratch ends with: the pipeline, by that name."""
+        pipeline = Pipeline.scratch(
+            self.stages,
+            consumers=self.consumers,
+            copies=_OPERANDS,
+            cluster_axis=_CLUSTER if self.peers > 1 else None,
+            a=tile(self.stages, self.block_m, self.block_k, dtype=self.dtype),
+            b=tile(self.stages, self.block_k, self.block_n, dtype=self.dtype),
+        )
+        return {"pipeline": pipeline}
 
     def pad(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """A and B with zeros behind them: m and k to whole blocks, n to whole rows of shared memory.
@@ -146,16 +146,7 @@ class Gemm:
         )
 
     def main_loop(
-        self,
-        a_ref: Any,
-        b_ref: Any,
-        epilogue: Epilogue,
-        *,
-        a_smem: Any,
-        b_smem: Any,
-        full: Any,
-        empty: Any,
-        first_column: Any = 0,
+        self, a_ref: Any, b_ref: Any, pipeline: Pipeline, epilogue: Epilogue, *, first_column: Any = 0
     ) -> None:
         """Computes this thread block's tiles. `first_column` is the column of B that the product begins with.
 
@@ -164,7 +155,6 @@ class Gemm:
         """
         warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
         tiles, steps, peers, rows = self.tiles, self.steps, self.peers, self.rows
-        pipeline = Pipeline(self.stages, full, empty)
         # The thread blocks of a cluster have equally many tiles: the number of all tiles and that of all thread blocks
         # are multiples of the cluster's size.
         count = lax.div(tiles.rows * tiles.columns - 1 - program * peers, jnp.int32(self.blocks)) + 1
@@ -187,7 +177,7 @@ class Gemm:
                 def step(n: Any, sums: tuple[Accumulator, ...]) -> None:
                     (sum_,) = sums
                     stage = pipeline.wait(before + n)
-                    sum_.add(a_smem.at[stage, own_rows], b_smem.at[stage])  # [rows, block_n]
+                    sum_.add(pipeline.a.at[stage, own_rows], pipeline.b.at[stage])  # [rows, block_n]
                     # The products of the previous step are done, so its stage is released; those of this step run on.
                     sum_.wait(1)
                     pl.when(n > 0)(lambda: pipeline.release(before + n - 1))
@@ -215,8 +205,8 @@ class Gemm:
                     stage, part = pipeline.stage(number), pl.ds(n * self.block_k, self.block_k)
                     a, b = a_ref.at[a_rows, part], b_ref.at[part, b_columns]
                     pipeline.acquire(number, stage=stage)
-                    pipeline.copy(number, [(a, a_smem.at[stage])], stage=stage)
-                    pipeline.copy(number, [(b, b_smem.at[stage])], stage=stage, collective_axes=shared)
+                    pipeline.copy(number, [(a, pipeline.a.at[stage])], stage=stage)
+                    pipeline.copy(number, [(b, pipeline.b.at[stage])], stage=stage, collective_axes=shared)
                     return carry
 
                 return lax.fori_loop(0, steps, step, carry)
@@ -225,4 +215,4 @@ class Gemm:
             if peers > 1:
                 # The other thread blocks of the cluster arrive on these barriers, so this one must not end before.
                 for stage in range(self.stages):
-                    pl.when(count * steps > stage)(lambda stage=stage: plgpu.barrier_wait(empty.at[stage]))
+                    pl.when(count * steps > stage)(lambda stage=stage: plgpu.barrier_wait(pipeline.empty.at[stage]))

@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.pallas.gpu.kernel import interpreted
 
 
-def new_sums(shape: tuple[int, ...], *, contributors: int, like: jax.Array) -> Any:
-    """A ref to int32 sums that start from zero, an input of a kernel. It varies over the mesh axes that `like` does."""
-    zeros = jnp.zeros((contributors if interpreted() else 1, *shape), jnp.int32)
-    return jax.new_ref(vary_over(zeros, varying_axes(like)))
+def new_sums(shape: tuple[int, ...], *, contributors: int) -> Any:
+    """A ref to int32 sums that start from zero, an input of a kernel."""
+    return jax.new_ref(jnp.zeros((contributors if interpreted() else 1, *shape), jnp.int32))
 
 
 def add_to_sums(source: Any, sums_ref: Any, contributor: Any, index: tuple[Any, ...]) -> None:

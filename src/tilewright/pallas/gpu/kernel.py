@@ -25,8 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
-from tilewright.core.manual_axes import output_like, varying_axes
+from tilewright.core.manual_axes import output_like
 from tilewright.core.target import current_interpret, gpu_interpret_params
+from tilewright.pallas.arrays import padded as padded
 
 _SWIZZLE_BYTES = 128
 _BARRIER_BYTES = 8
@@ -81,18 +82,20 @@ def run_kernel(
     """
     given = {key: value for key, value in inputs.items() if value is not None}
     made = {key: value for key, value in outputs.items() if value is not None}
-    buffers = {key: value for key, value in scratch.items() if value is not None}
-    names = (*(f"{key}_ref" for key in (*given, *made)), *buffers)
-    every = (*(f"{key}_ref" for key in (*inputs, *outputs)), *scratch)
+    names = [f"{key}_ref" for key in (*given, *made)]
+    absent = dict.fromkeys(f"{key}_ref" for key in (*inputs, *outputs))
+    # Those that are None are no leaves; a pipeline has several.
+    buffers, structure = jax.tree.flatten(tuple(scratch.values()))
     like = next(iter(given.values()))
 
     def by_name(*refs: Any) -> None:
-        body(**dict.fromkeys(every) | dict(zip(names, refs, strict=True)))
+        own = jax.tree.unflatten(structure, refs[len(names) :])
+        body(**absent | dict(zip(names, refs, strict=False)), **dict(zip(scratch, own, strict=True)))
 
     kernel = plgpu.kernel(
         by_name,
         out_type=[output_like(value.shape, value.dtype, like) for value in made.values()],
-        scratch_types=list(buffers.values()),
+        scratch_types=buffers,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         **({"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)} if cluster else {}),
@@ -111,9 +114,7 @@ def smem_bytes(scratch: Mapping[str, Any], *, reductions: bool = False) -> int:
     `reductions`: the kernel reduces tiles in registers, for which Pallas takes scratch of its own.
     """
     total = _REDUCTION_BYTES if reductions else 0
-    for buffer in scratch.values():
-        if buffer is None:
-            continue
+    for buffer in jax.tree.leaves(tuple(scratch.values())):
         if isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier):
             count = buffer.num_barriers
             total += _BARRIER_BYTES * (count if isinstance(count, int) else math.prod(count))
@@ -124,9 +125,7 @@ def smem_bytes(scratch: Mapping[str, Any], *, reductions: bool = False) -> int:
 
 
 def tile(*shape: int, dtype: Any) -> Any:
-    """Shared memory for operands of the tensor cores, [..., rows, columns], swizzled; columns are a multiple of 32
-    bytes.
-    """
+    """Shared memory for operands of the tensor cores, [..., rows, columns], swizzled. A row is whole 32 bytes."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(_SWIZZLE_BYTES, shape[-1] * itemsize)
     transforms = (
@@ -134,14 +133,6 @@ def tile(*shape: int, dtype: Any) -> Any:
         plgpu.SwizzleTransform(swizzle),  # type: ignore[abstract]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """The array with zeros behind it along an axis, to a multiple."""
-    missing = -array.shape[axis] % multiple
-    if not missing:
-        return array
-    return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
 
 
 def run_in_place(
@@ -158,35 +149,23 @@ def run_in_place(
 
     `body` takes refs by name: `state_ref`, `new_state_ref`, and the inputs and outputs as in `run_kernel`; an input may
     be None. The two states are one buffer: XLA copies it first unless it is used nowhere else, because it is donated or
-    a loop carries it. `plgpu.kernel` cannot express that, and `pl.kernel`, which can, does not take values that vary
-    over a mesh: inside `shard_map` there are two buffers.
+    a loop carries it. `plgpu.kernel` cannot express that, and `pl.kernel` can.
     """
-    common: dict[str, Any] = {
-        "compiler_params": compiler_params(approximate_math=False),
-        "interpret": gpu_interpret_params(current_interpret(), alone=True),
-    }
-    mesh: dict[str, Any] = {"grid": tuple(grid.values()), "grid_names": tuple(grid)}
-    types = [output_like(value.shape, value.dtype, state) for value in outputs.values()]
-    given = tuple(value for value in inputs.values() if value is not None)
-    names = [f"{key}_ref" for key in (*(key for key, value in inputs.items() if value is not None), *outputs)]
-    absent = dict.fromkeys(f"{key}_ref" for key, value in inputs.items() if value is None)
-
-    def named(refs: Any) -> dict[str, Any]:
-        return absent | dict(zip(names, refs, strict=True))
-
-    if varying_axes(state, *given):
-
-        def apart(state_ref: Any, *refs: Any) -> None:
-            body(state_ref=state_ref, new_state_ref=refs[-1], **named(refs[:-1]))
-
-        types.append(output_like(state.shape, state.dtype, state))
-        *results, new_state = plgpu.kernel(apart, out_type=types, kernel_name=name, **mesh, **common)(state, *given)
-        return dict(zip(outputs, results, strict=True)), new_state
+    given = {key: value for key, value in inputs.items() if value is not None}
+    names = [f"{key}_ref" for key in (*given, *outputs)]
+    absent = dict.fromkeys(f"{key}_ref" for key in inputs)
 
     def in_place(state_ref: Any, *refs: Any) -> None:
-        body(state_ref=state_ref, new_state_ref=state_ref, **named(refs))
+        body(state_ref=state_ref, new_state_ref=state_ref, **absent | dict(zip(names, refs, strict=True)))
 
+    kernel: Any = pl.kernel(
+        in_place,
+        out_type=tuple(output_like(value.shape, value.dtype, state) for value in outputs.values()),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        name=name,
+        compiler_params=compiler_params(approximate_math=False),
+        interpret=gpu_interpret_params(current_interpret(), alone=True),
+    )
     ref = jax.new_ref(state)
-    kernel: Any = pl.kernel(in_place, out_type=tuple(types), mesh=plgpu.Mesh(**mesh), name=name, **common)
-    results = kernel(ref, *given)
+    results = kernel(ref, *given.values())
     return dict(zip(outputs, results, strict=True)), jax.freeze(ref)

@@ -62,9 +62,7 @@ def upcast(x: jax.Array) -> jax.Array:
 
 
 def split_hi_lo(x: jax.Array, *, by_conversion: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The bf16x2 split of a float32 tile. `by_conversion` upcasts with `astype` instead of `upcast`; the values are the
-    same.
-    """
+    """The bf16x2 split of a float32 tile. `by_conversion` upcasts with `astype`, not `upcast`: the same values."""
     hi = x.astype(jnp.bfloat16)
     wide = hi.astype(jnp.float32) if by_conversion else upcast(hi)
     return hi, (x - wide).astype(jnp.bfloat16)
@@ -111,9 +109,7 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def inline_mosaic(body: Callable[..., Any], *arguments: Any, out: jax.ShapeDtypeStruct | None = None) -> Any:
-    """Calls `body`, which is written in Mosaic GPU's own operations, with refs and tiles. It returns a tile, or
-    nothing.
-    """
+    """Calls `body`, written in Mosaic GPU's own operations, with refs and tiles. It returns a tile or nothing."""
     types = tuple(WGMMA if isinstance(argument, jax.Array) else plgpu.RefType() for argument in arguments)
     returned = None if out is None else plgpu.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype), layout=WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=returned)
@@ -121,9 +117,7 @@ def inline_mosaic(body: Callable[..., Any], *arguments: Any, out: jax.ShapeDtype
 
 
 def to_int32(x: jax.Array) -> jax.Array:
-    """A float32 tile truncated to int32. Elements must be in range: `astype` would clamp, at two instructions per
-    element.
-    """
+    """A float32 tile truncated to int32. Elements must be in range: `astype` clamps, two instructions for each."""
     if interpreted():
         return x.astype(jnp.int32)
 

@@ -6,7 +6,7 @@ here needs to be told which.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,9 +21,7 @@ Loop = tuple[Any, Any, Callable[..., None]]
 
 
 def not_bfloat16(array: Any, names: tuple[str, ...] = ("q", "k", "v")) -> str | None:
-    """Why a kernel that multiplies bfloat16 cannot take an array; or None. `names`: the arrays of its dtype, its own
-    first.
-    """
+    """Why a kernel that multiplies bfloat16 cannot take an array; or None. `names`: all of its dtype, its own first."""
     if array.dtype == jnp.bfloat16:
         return None
     return (
@@ -44,8 +42,7 @@ class Accumulator:
             plgpu.wgmma(self.ref, a, b)
             return
         a, b = a[...].astype(jnp.float32), b[...].astype(jnp.float32)
-        # wgmma reads through the same proxy that copies write through, so it needs no fence in between; a plain read
-        # does.
+        # wgmma reads through the proxy that copies write through, so it needs no fence in between. A plain read does.
         plgpu.commit_smem()
         self.value = self.value + jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
@@ -61,8 +58,21 @@ class Accumulator:
             plgpu.wgmma_wait(in_flight)
 
 
-def _zeros(shape: Shape) -> Accumulator:
-    return Accumulator(value=jnp.zeros(shape, jnp.float32))
+def _plain(initial: Iterable[Any], add: Callable[..., tuple[Any, ...] | None]) -> tuple[Any, ...]:
+    """In the interpreter: the sums that `add` makes of initial values, and what it returns."""
+    accumulators = [Accumulator(value=value) for value in initial]
+    returned = add(*accumulators)
+    return *(accumulator.read() for accumulator in accumulators), *(returned or ())
+
+
+def _zeros(shapes: tuple[Shape, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+
+
+def _scoped(shapes: tuple[Shape, ...], body: Callable[..., Any]) -> Any:
+    """Calls `body` with an accumulator of zeros in registers per shape."""
+    refs = (plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes)
+    return pl.run_scoped(lambda *refs: body(*map(Accumulator, refs)), *refs)
 
 
 def accumulate(
@@ -77,9 +87,7 @@ def accumulate(
     dtypes `more` declares; they follow the sums in the result.
     """
     if interpreted():
-        accumulators = [Accumulator(value=value) for value in initial]
-        returned = add(*accumulators)
-        return *(accumulator.read() for accumulator in accumulators), *(returned or ())
+        return _plain(initial, add)
 
     def begin(refs: Any) -> None:
         returned = add(*(Accumulator(ref) for ref in refs[: len(initial)]))
@@ -93,21 +101,18 @@ def accumulate(
 
 
 def products(shapes: tuple[Shape, ...], add: Callable[..., tuple[Any, ...] | None]) -> tuple[Any, ...]:
-    """Sums of products that start from zero: what `add`, which takes one accumulator per shape, issued, once all are
-    done.
+    """Sums of products that start from zero, once all are done: `add` issues them, given an accumulator per shape.
 
     What `add` returns follows the sums.
     """
     if interpreted():
-        accumulators = [_zeros(shape) for shape in shapes]
-        returned = add(*accumulators)
-        return *(accumulator.read() for accumulator in accumulators), *(returned or ())
+        return _plain(_zeros(shapes), add)
 
-    def run(*refs: Any) -> tuple[Any, ...]:
-        returned = add(*(Accumulator(ref) for ref in refs))
-        return *(ref[...] for ref in refs), *(returned or ())
+    def run(*sums: Accumulator) -> tuple[Any, ...]:
+        returned = add(*sums)
+        return *(sum_.ref[...] for sum_ in sums), *(returned or ())
 
-    return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+    return _scoped(shapes, run)
 
 
 def product(shape: Shape, add: Callable[[Accumulator], None]) -> jax.Array:
@@ -117,13 +122,7 @@ def product(shape: Shape, add: Callable[[Accumulator], None]) -> jax.Array:
 
 def with_accumulators(shapes: tuple[Shape, ...], body: Callable[..., None]) -> None:
     """Calls `body` with one accumulator per shape, each of them zero."""
-    if interpreted():
-        body(*(_zeros(shape) for shape in shapes))
-        return
-    pl.run_scoped(
-        lambda *refs: body(*(Accumulator(ref) for ref in refs)),
-        *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes),
-    )
+    _plain(_zeros(shapes), body) if interpreted() else _scoped(shapes, body)
 
 
 def wait_for_products(in_flight: int) -> None:
@@ -146,15 +145,14 @@ def accumulate_in_loops(shapes: tuple[Shape, ...], loops: list[Loop]) -> tuple[j
             body(n, sums)
             return tuple(accumulator.read() for accumulator in sums)
 
-        values = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        values = _zeros(shapes)
         for first, end, body in loops:
             values = jax.lax.fori_loop(first, end, functools.partial(iteration, body=body), values)
         return values
 
-    def run(*refs: Any) -> tuple[jax.Array, ...]:
-        sums = tuple(Accumulator(ref) for ref in refs)
+    def run(*sums: Accumulator) -> tuple[jax.Array, ...]:
         for first, end, body in loops:
             jax.lax.fori_loop(first, end, lambda n, _, body=body: body(n, sums), None)
-        return tuple(ref[...] for ref in refs)
+        return tuple(sum_.ref[...] for sum_ in sums)
 
-    return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+    return _scoped(shapes, run)

@@ -14,7 +14,7 @@ scratch as it is named. An argument that is declared as None is not passed to th
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,11 +24,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.chip import LANES, SUBLANES, Chip
+from tilewright.core.config import Config
+from tilewright.core.implementation import Launch, Pass
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import current_interpret, tpu_interpret_params
 
 _PIPELINE_BUFFERS = 2  # Pallas fetches the next block while this one is used.
 _WORD_BYTES = 4
+_VMEM_SHARE = 0.75  # The compiler needs VMEM for spills and for values that live between passes.
 
 
 def not_float64(array: Any) -> str | None:
@@ -36,6 +39,39 @@ def not_float64(array: Any) -> str | None:
     if array.dtype != jnp.float64:
         return None
     return "float64 has no TPU kernel; use float32 or bfloat16, or implementation='xla'"
+
+
+def block_pass(
+    run: Callable[..., Any],
+    config: Any,
+    direction: Literal["forward", "backward"],
+    kernel: "Callable[[Any, Launch], Kernel]",
+    candidates: Callable[[Any, Chip, Any], Iterable[Config]],
+    *,
+    temporaries: Callable[[Any, Launch], int] = lambda call, launch: 0,
+    **options: Any,
+) -> Pass:
+    """A pass of one kernel, `kernel(call, launch)`, whose blocks are chosen by what fits the chip's VMEM.
+
+    Its config is the first of `candidates(config, chip, call)` that fits, or the last one. `temporaries` are the bytes
+    that the kernel keeps in VMEM beside blocks and scratch.
+    """
+
+    def memory(call: Any, launch: Launch) -> dict[str, int]:
+        return {direction: kernel(call, launch).vmem_bytes(temporaries(call, launch))}
+
+    def heuristic(chip: Chip, call: Any) -> Config:
+        chosen = None
+        for chosen in candidates(config, chip, call):
+            if memory(call, Launch(chip, chosen, None))[direction] <= _VMEM_SHARE * (chip.vmem_bytes or 0):
+                break
+        assert chosen is not None
+        return chosen
+
+    def unsupported_reason(call: Any, launch: Launch) -> str | None:
+        return not_float64(call.x)
+
+    return Pass(run, config, heuristic, unsupported_reason, memory, **options)
 
 
 @dataclass(frozen=True)
@@ -48,9 +84,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Block:
-    """The block of an argument that a grid step sees. `index` maps grid indices (and prefetched refs) to block
-    indices.
-    """
+    """The block of an argument that a grid step sees. `index`: from grid indices (and prefetched refs) to its own."""
 
     shape: tuple[int | None, ...]
     """An axis of None is an axis of the array that the block has one element of, and the ref does not have."""
@@ -80,9 +114,7 @@ class Output:
 
 
 def padded_bytes(shape: tuple[int | None, ...], dtype: Any) -> int:
-    """The VMEM of an array: its last axis padded to the lanes, the one before it to the sublanes of a tile of its
-    dtype.
-    """
+    """The VMEM of an array: its last axis in whole lanes, the one before it in whole tiles of its dtype."""
     sizes = [size for size in shape if size is not None]
     itemsize = jnp.dtype(dtype).itemsize
     rows = SUBLANES * max(1, _WORD_BYTES // itemsize)
@@ -101,15 +133,12 @@ class Kernel:
     scratch: Mapping[str, Any] = field(default_factory=dict)
     """`pltpu.VMEM(...)`, `pltpu.SMEM(...)`, semaphores."""
     prefetched: tuple[str, ...] = ()
-    """The names of arrays that are in scalar memory before the first step; index maps take their refs after the grid
-    indices."""
+    """Arrays that are in scalar memory before the first step; index maps take their refs after the grid indices."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Inputs whose buffers outputs reuse: {input: output}."""
 
     def vmem_bytes(self, temporaries: int = 0) -> int:
-        """An estimate of the VMEM that the kernel needs: its blocks with their buffers, its scratch, and `temporaries`
-        beside.
-        """
+        """An estimate of the VMEM that the kernel needs: its blocks with their buffers, its scratch, `temporaries`."""
         blocks = [block for block in self.inputs.values() if block is not None]
         blocks += [output.block for output in self.outputs.values() if output is not None]
         total = sum(block.bytes() for block in blocks) + temporaries

@@ -14,6 +14,7 @@ float32, which the tests compare with the reference.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,8 +66,11 @@ class Wanted:
     def __init__(self, op: Op, case: Case, dtype: str, mode: Mode):
         self.op, self.case, self.dtype = op, case, dtype
         self.mode: Mode = mode
-        self.arrays = case.draw(dtype)
         self._known: list[tuple[Case, tuple[dict[str, np.ndarray], str]]] = []
+
+    @functools.cached_property
+    def arrays(self) -> Mapping[str, jax.Array]:
+        return self.case.draw(self.dtype)
 
     def cotangents(self, case: Case) -> tuple[jax.Array, ...] | None:
         """Cotangents for the outputs of `case`, which is ours or a peer's version of it; None for a forward pass alone.

@@ -15,7 +15,7 @@ import numpy as np
 
 from tilewright.core.case import Case
 from tilewright.workbench.bench import Metrics
-from tilewright.workbench.peers.registry import Adapter, Refused
+from tilewright.workbench.peers.registry import Adapter, Failed, Refused
 
 _CHILD = Path(__file__).resolve().parent / "child.py"
 # fla's autotuning of one shape took up to two minutes on an H200.
@@ -49,7 +49,7 @@ def ask(
     python: str | None = None,
     limit_s: float = _LIMIT_SECONDS,
 ) -> Answer:
-    """Times one adapter on a case that it takes. Raises `Refused` with its error, or the end of its log if it crashed."""
+    """Times one adapter on a case that it takes. Raises `Failed` with its error, or the end of its log if it crashed."""
     with tempfile.TemporaryDirectory(prefix="tilewright-peer-") as name:
         folder = Path(name)
         dtypes: dict[str, str] = {}
@@ -84,13 +84,13 @@ def ask(
                 timeout=limit_s,
             )
         except subprocess.TimeoutExpired as error:
-            raise Refused(f"it had no answer after {limit_s:.0f} s, and was ended") from error
+            raise Failed(f"it had no answer after {limit_s:.0f} s, and was ended") from error
         written = folder / "answer.json"
         if not written.exists():
-            raise Refused(f"its process ended with code {done.returncode}: {_short(done.stdout)}")
+            raise Failed(f"its process ended with code {done.returncode}: {_short(done.stdout)}")
         answer = json.loads(written.read_text())
-        if "refused" in answer:
-            raise Refused(_short(answer["refused"]))
+        if "error" in answer:
+            raise (Refused if answer["refused"] else Failed)(_short(answer["error"]))
         results = {
             each: _from_bits(np.load(folder / f"result {each}.npy"), dtype) for each, dtype in answer["results"].items()
         }

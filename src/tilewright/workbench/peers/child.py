@@ -1,7 +1,8 @@
 """Runs a peer in a process of its own: `python child.py FOLDER` reads job.json there, and writes answer.json.
 
 It is run by its path, in the interpreter that the peer is installed in, and imports nothing of tilewright or JAX: only the
-adapter, its tensor library, and the sampling of the bench. An error of the peer is also an answer: its text.
+adapter, its tensor library, and the sampling of the bench. An error of the peer is also an answer: its text, and whether it
+refuses the case (`NotImplementedError`) or failed.
 """
 
 import contextlib
@@ -91,7 +92,8 @@ def main() -> None:
         answer = run(folder)
     except Exception as error:
         traceback.print_exc()
-        answer = {"refused": f"{type(error).__name__}: {error}"}
+        refused = isinstance(error, NotImplementedError)
+        answer = {"error": f"{type(error).__name__}: {error}", "refused": refused}
     (folder / "answer.json").write_text(json.dumps(answer))
 
 

@@ -10,43 +10,31 @@ import numpy as np
 
 from tilewright.core.case import Case
 from tilewright.core.target import default_device
-from tilewright.workbench.bench import Metrics, Timing, achieved, measure
+from tilewright.workbench.bench import Metrics, Program, Timing, achieved, bench_record, judged
+from tilewright.workbench.figures import one_line
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import ask
 from tilewright.workbench.peers.child import versions
-from tilewright.workbench.peers.registry import Adapter, Peer, Refused
+from tilewright.workbench.peers.registry import Adapter, Failed, Peer, Refused
 from tilewright.workbench.records import Provenance, Record
 
 
 def bench_peer(peer: Peer, adapter: Adapter, wanted: Wanted, timing: Timing, python: str | None = None) -> Record:
-    """Runs, times and judges one adapter of a peer. Raises `Refused` where it does not take this case, or fails."""
+    """Runs, times and judges one adapter of a peer. Raises `Refused` where it does not take this case, and `Failed`."""
     theirs = adapter.settle(wanted.case)
     if peer.tensors is not None:
         samples_s, metrics, results, found = _beside(adapter, peer.tensors, theirs, wanted, timing, python)
     else:
         samples_s, metrics, results, found = _inside(adapter, theirs, wanted, timing)
-    made = set(theirs.outputs)
-    lacks = [name for name in wanted.case.outputs if name not in made]
-    try:
-        metrics |= wanted.judge(results, theirs).metrics() | {"peer": True}
-    except ValueError as error:
-        raise Refused(f"its answer cannot be compared: {error}") from error
-    if lacks:
+    metrics |= judged(lambda results: wanted.judge(results, theirs).metrics(), results) | {"peer": True}
+    if lacks := [name for name in wanted.case.outputs if name not in theirs.outputs]:
         metrics["lacks"] = ", ".join(lacks)
     if instead := adapter.instead(wanted.case.op):
         metrics["instead"] = ", ".join(f"{name}={value!r}" for name, value in instead.items())
     here = Provenance.here(default_device())
-    return Record(
-        kind="bench",
-        op=wanted.op.name,
-        implementation=adapter.name,
-        case=wanted.case.name,
-        dtype=wanted.dtype,
-        mode=wanted.mode,
-        provenance=dataclasses.replace(here, versions={**here.versions, **found}),
-        samples_s=samples_s,
-        metrics=metrics,
-    )
+    where = dataclasses.replace(here, versions={**here.versions, **found})
+    names = (wanted.op, wanted.case, adapter.name, wanted.dtype, wanted.mode)
+    return bench_record(*names, provenance=where, samples_s=samples_s, metrics=metrics)
 
 
 _Outcome = tuple[tuple[float, ...], Metrics, Mapping[str, Any], Mapping[str, str]]
@@ -76,9 +64,10 @@ def _inside(adapter: Adapter, theirs: Case, wanted: Wanted, timing: Timing) -> _
         if cotangents:
             outputs = jax.eval_shape(function, **arrays)
             cotangents = tuple(each.astype(out.dtype) for each, out in zip(cotangents, outputs, strict=True))
-        measured = measure(function, theirs, arrays, cotangents, wanted.dtype, wanted.mode, timing)
+        program = Program.of(function, theirs, arrays, cotangents, wanted.dtype, wanted.mode)
+        measured = program.time(arrays, cotangents, timing)
     except Exception as error:  # Whatever a peer raises is its answer.
-        raise Refused(f"{type(error).__name__}: {_first_lines(str(error))}") from error
+        raise (Refused if isinstance(error, NotImplementedError) else Failed)(one_line(error)) from error
     results = {name: _restored(name, value, layouts) for name, value in measured.results.items()}
     return measured.samples_s, measured.metrics, results, versions(adapter.load().DISTRIBUTIONS)
 
@@ -87,7 +76,3 @@ def _restored(name: str, value: Any, layouts: Mapping[str, tuple[Any, Callable[[
     there_and_back = layouts.get(name.removeprefix("d ")) if name.startswith("d ") else None
     back = None if there_and_back is None else there_and_back[1]
     return np.asarray(value if back is None else back(value))
-
-
-def _first_lines(text: str) -> str:
-    return " ".join(text.split())[:700]

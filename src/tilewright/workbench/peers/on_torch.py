@@ -11,7 +11,7 @@ Loaded = dict[str, Any]
 
 def check() -> None:
     if not torch.cuda.is_available():
-        raise RuntimeError(f"torch {torch.__version__} sees no CUDA device, and it is compared on a GPU only")
+        raise NotImplementedError(f"torch {torch.__version__} sees no CUDA device, and it is compared on a GPU only")
 
 
 def load(array: np.ndarray, dtype: str) -> Any:

@@ -13,13 +13,18 @@ from types import ModuleType
 from typing import Any
 
 from tilewright.core.case import Case
+from tilewright.core.dispatch import Unsupported
 
 _TORCH = Path(__file__).resolve().parent / "on_torch.py"
 _PROBE = "import importlib.util as u, json, sys; print(json.dumps([u.find_spec(m) is not None for m in sys.argv[1:]]))"
 
 
-class Refused(Exception):
-    """A peer gave no result. The text is the reason, the peer's own message where there is one."""
+class Refused(Unsupported):
+    """A peer does not take a case, or not on this machine. The text is the reason."""
+
+
+class Failed(Exception):
+    """A peer raised, crashed or did not answer. The text is its own message where there is one."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +97,16 @@ def peers() -> Mapping[str, Peer]:
     return dict(_registry)
 
 
-def _adapter(name: str, stem: str) -> Adapter:
-    return Adapter(name, f"{__package__}.{stem}")
-
-
-register(Peer("fla", "fla", "pip install flash-linear-attention torch", (_adapter("fla", "with_fla"),), tensors=_TORCH))
-register(Peer("cudnn", "jax", "pip install 'jax[cuda13]'", (_adapter("cudnn", "with_cudnn"),)))
-register(
-    Peer(
-        "jax",
-        "jax",
-        "pip install jax",
-        (_adapter("jax", "with_jax_nn"), _adapter("jax:mosaic_gpu", "with_jax_mosaic_gpu")),
-    )
-)
-register(Peer("torch", "torch", "pip install torch", (_adapter("torch", "with_torch"),), tensors=_TORCH))
-register(
-    Peer("liger", "liger_kernel", "pip install liger-kernel torch", (_adapter("liger", "with_liger"),), tensors=_TORCH)
-)
+# Name, package, what installs it, its adapters by their names, and whether it runs in torch.
+for _name, _package, _install, _adapters, _in_torch in (
+    ("fla", "fla", "pip install flash-linear-attention torch", {"fla": "with_fla"}, True),
+    ("cudnn", "jax", "pip install 'jax[cuda13]'", {"cudnn": "with_cudnn"}, False),
+    ("jax", "jax", "pip install jax", {"jax": "with_jax_nn", "jax:mosaic_gpu": "with_jax_mosaic_gpu"}, False),
+    ("torch", "torch", "pip install torch", {"torch": "with_torch"}, True),
+    ("liger", "liger_kernel", "pip install liger-kernel torch", {"liger": "with_liger"}, True),
+):
+    _those = tuple(Adapter(name, f"{__package__}.{stem}") for name, stem in _adapters.items())
+    register(Peer(_name, _package, _install, _those, tensors=_TORCH if _in_torch else None))
 
 
 def absent(chosen: tuple[Peer, ...], python: str | None) -> dict[str, str]:

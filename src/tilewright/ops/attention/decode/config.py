@@ -18,13 +18,8 @@ class DecodeTpuForward(Config):
     """Key heads per step. It must divide KV, and fill whole lanes or be all of them."""
 
     def __post_init__(self) -> None:
-        self.check_integers(
-            "block_k",
-            multiple=ROW_TILE,
-            why="sublanes of a bfloat16 tile",
-            use=512,
-            otherwise="implementation='xla'",
-        )
+        why = "sublanes of a bfloat16 tile"
+        self.check_integers("block_k", multiple=ROW_TILE, why=why, use=512, otherwise="implementation='xla'")
         self.check_integers("pages", "block_heads", use=1)
 
 
@@ -48,8 +43,7 @@ class DecodeSm90Forward(Config):
                 f"block_k={self.block_k!r} must be one of {', '.join(map(str, _SM90_BLOCKS))} (a product's columns, in "
                 f"whole tiles); use 64"
             )
-        if not isinstance(self.stages, int) or self.stages < 2:
-            raise ValueError(f"stages={self.stages!r} must be 2 or more: a copy runs while a block is used; use 2")
+        self.check_integers("stages", least=2, why="a copy runs while a block is used")
         if not isinstance(self.splits, int) or not 1 <= self.splits <= SM90_MOST_SPLITS:
             raise ValueError(f"splits={self.splits!r} must be from 1 to {SM90_MOST_SPLITS}; use 1")
         self.check_integers("combine_splits")

@@ -33,8 +33,8 @@ from tilewright.ops.attention.decode import xla
 from tilewright.ops.attention.decode.bounds import Outputs, within_bounds
 from tilewright.ops.attention.decode.call import DecodeCall
 from tilewright.ops.attention.decode.config import DecodeTpuForward
-from tilewright.ops.attention.pallas_tpu.tiles import dot_f32, pad_to
 from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, MASKED
+from tilewright.pallas.arrays import dot_f32, padded
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64, padded_bytes
 
 _KEYS = 512  # Per step, as far as they fit.
@@ -243,8 +243,8 @@ def _sink_rows(call: DecodeCall) -> jax.Array:
         return jnp.full((kv, rows, 1), LOWEST, jnp.float32)
     per_head = call.sinks.astype(jnp.float32).reshape(-1, kv, 1, group) * LOG2_E
     tiled = jnp.broadcast_to(per_head, (per_head.shape[0], kv, t, group)).reshape(-1, kv, t * group, 1)
-    padded = jnp.pad(tiled, ((0, 0), (0, 0), (0, rows - t * group), (0, 0)), constant_values=LOWEST)
-    return padded[0] if padded.shape[0] == 1 else padded
+    whole = jnp.pad(tiled, ((0, 0), (0, 0), (0, rows - t * group), (0, 0)), constant_values=LOWEST)
+    return whole[0] if whole.shape[0] == 1 else whole
 
 
 def _attend(call: DecodeCall, launch: Launch) -> Outputs:
@@ -252,7 +252,7 @@ def _attend(call: DecodeCall, launch: Launch) -> Outputs:
     group = call.group
     pages, block, steps = _steps(call, launch.config)
     grouped = call.q.reshape(b, t, kv, group, d).transpose(0, 2, 1, 3, 4).reshape(b, kv, t * group, d)
-    grouped = pad_to(grouped, 2, ROW_TILE)  # [B, KV, rows, D]: the heads of a token are adjacent rows
+    grouped = padded(grouped, 2, ROW_TILE)  # [B, KV, rows, D]: the heads of a token are adjacent rows
     token = jnp.minimum(jnp.arange(grouped.shape[2], dtype=jnp.int32) // group, t - 1)[:, None]
     table = jnp.zeros((1,), jnp.int32) if call.page_table is None else call.page_table.reshape(-1)
     k, v = (cache.reshape(*cache.shape[:2], -1) for cache in (call.k, call.v))

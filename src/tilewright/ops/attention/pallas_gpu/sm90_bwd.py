@@ -78,7 +78,7 @@ from tilewright.ops.attention.pallas_gpu.tiles import (
     Tables,
     TileScheduler,
     add_to_dq,
-    masked_logits,
+    factors_of,
     padded_heads,
     padded_width,
     plain_factor,
@@ -86,8 +86,9 @@ from tilewright.ops.attention.pallas_gpu.tiles import (
     schedule_blocks,
 )
 from tilewright.ops.attention.softmax_rows import LOG2_E, BackwardRows, SavedRows, backward_rows
+from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.global_sums import new_sums, total
-from tilewright.pallas.gpu.kernel import compiler_params, padded, run_kernel, smem_bytes, tile
+from tilewright.pallas.gpu.kernel import compiler_params, run_kernel, smem_bytes, tile
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import WGMMA, load_row_vector, opaque_zero, transposed
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, accumulate_in_loops, with_accumulators
@@ -163,20 +164,14 @@ def _backward_kernel(
     dv_ref,  # [B, S, KV, width]
     pull_ref,  # [B, KV, S / block_k, consumers, group, 64], or None without sinks
     # scratch
-    q_smem,  # [stages, block_q, width]
-    d_out_smem,  # [stages, block_q, width]
-    rows_smem,  # [stages, 2 or 3, block_q]
-    factors_smem,  # [stages + 1, block_q]
+    # q and d_out [stages, block_q, width], rows [stages, 2 or 3, block_q], factors [stages + 1, block_q]
+    streamed: Pipeline,
     k_smem,  # [consumers, columns, 64, 64]
     v_smem,  # [consumers, 64, width]
     d_logits_smem,  # [buffers, consumers, parts, 64, 64]
     dq_smem,  # [consumers, 64, 64] int32
     pull_smem,  # [consumers, group, 64], or None without sinks
     kv_full,
-    q_full,
-    d_out_full,
-    q_empty,
-    d_out_empty,
     ready,
     # static
     scheduler: TileScheduler,
@@ -186,12 +181,11 @@ def _backward_kernel(
     **table_refs,
 ):
     call, tables = scheduler.call, Tables(**table_refs)
-    group, stages, buffers = call.group, config.stages, config.buffers
-    block_q, width = scheduler.block_q, v_smem.shape[-1]
+    group, buffers, block_q, width = call.group, config.buffers, scheduler.block_q, v_smem.shape[-1]
     columns, parts = width // SWIZZLED_WIDTH, block_q // SM90_ROWS
     # The tile of dq is divided between the consumers: over its columns, or over its rows where those are 128.
     over_rows = block_q == SM90_CONSUMERS * SM90_ROWS
-    q_pipeline, d_out_pipeline = Pipeline(stages, q_full, q_empty), Pipeline(stages, d_out_full, d_out_empty)
+    q_pipeline, d_out_pipeline = streamed.group("q"), streamed.group("d_out")
     me = jax.lax.axis_index("warpgroup")
     b, kv, row = scheduler.row_of_keys(tables, jax.lax.axis_index("tile"), together)
     j = row.stationary
@@ -199,17 +193,10 @@ def _backward_kernel(
     steps = row.total * group
     roomy = buffers > SM90_FEWEST_BUFFERS
     # The sum of the logits then starts from their logsumexp.
-    folded = plain_factor(call.scale, call.soft_cap) is not None
-
-    def locate(number: Any) -> tuple[Any, Any]:
-        return row.of_group(number, kv, group)
+    folded = plain_factor(call) is not None
 
     def buffer_of(number: Any) -> Any:
         return jax.lax.rem(number, jnp.int32(buffers))
-
-    def factors_of(number: Any) -> Any:
-        """Where the factors of a step are: the next step needs them, when the stage may hold another step's."""
-        return factors_smem.at[jax.lax.rem(number, jnp.int32(stages + 1))]
 
     def ready_of(whose: Any, buffer: Any) -> Any:
         """One per buffer: a consumer may have finished two steps before the other looks."""
@@ -226,20 +213,15 @@ def _backward_kernel(
         # The first step adds the dq of a step before it, whose gradients are zeros.
         for c in range(parts):
             d_logits_smem[buffers - 1, me, c] = plgpu.layout_cast(
-                jnp.zeros((SM90_ROWS, SM90_ROWS), q_smem.dtype), WGMMA
+                jnp.zeros((SM90_ROWS, SM90_ROWS), streamed.q.dtype), WGMMA
             )
         plgpu.commit_smem()
         plgpu.barrier_arrive(ready_of(me, buffers - 1))
         plgpu.barrier_wait(kv_full)
 
         def of_query(stage: Any, which: int) -> jax.Array:
-            values = plgpu.load(rows_smem.at[stage, which], layout=WGMMA.reduce(0))  # [block_q]
+            values = plgpu.load(streamed.rows.at[stage, which], layout=WGMMA.reduce(0))  # [block_q]
             return jax.lax.broadcast_in_dim(values, shape, [1])
-
-        def begins(stage: Any) -> tuple[jax.Array, jax.Array]:
-            """What the sums of the logits and of the gradients of weights start from."""
-            first = of_query(stage, 0) if folded else jnp.zeros(shape, jnp.float32)
-            return first, of_query(stage, 1)
 
         def multiply_keys(dq: Accumulator, last: Any, zero: Any) -> None:
             """Issues the products of a tile of dq, for the step whose gradients are in the buffer `last`."""
@@ -250,9 +232,9 @@ def _backward_kernel(
         def add_queries(number: Any, dq: jax.Array) -> None:
             """Adds a tile of dq, of the step before this one, to the sums in memory, as integers."""
             before = jnp.maximum(number - 1, 0)
-            h, n = locate(before)
+            h, n = row.of_group(before, kv)
             i = row.block(n)
-            factors = factors_of(before)
+            factors = factors_of(streamed, before)
             factors = factors.at[pl.ds(part * SM90_ROWS, SM90_ROWS)] if over_rows else factors
             at = pl.ds(0, SWIZZLED_WIDTH) if over_rows else pl.ds(me * SWIZZLED_WIDTH, SWIZZLED_WIDTH)
             index = (b, pl.ds(i * block_q + part * SM90_ROWS, SM90_ROWS), h, at)
@@ -262,7 +244,7 @@ def _backward_kernel(
             dk, dv = sums
             zero = opaque_zero(number)
             stage, buffer, last = q_pipeline.stage(number), buffer_of(number), buffer_of(number + buffers - 1)
-            h, n = locate(number)
+            h, n = row.of_group(number, kv)
             i = row.block(n)
             content = row.content(n) if masked else None
             q_pipeline.wait(number, stage=stage)
@@ -270,25 +252,21 @@ def _backward_kernel(
             def differentiate(products: Accumulator, d_weights: Accumulator) -> tuple[jax.Array, jax.Array]:
                 for c in range(columns):
                     of_part = pl.ds(c * SWIZZLED_WIDTH, SWIZZLED_WIDTH)
-                    q_part = q_smem.at[stage, :, of_part] if columns > 1 else q_smem.at[stage]
+                    q_part = streamed.q.at[stage, :, of_part] if columns > 1 else streamed.q.at[stage]
                     products.add(k_smem.at[me + zero, c], transposed(q_part))  # [64, block_q]
                 d_out_pipeline.wait(number, stage=stage)
-                d_weights.add(v_smem.at[me + zero], transposed(d_out_smem.at[stage]))  # [64, block_q]
-                logits, factor, slope = scaled_logits(products.read(1), call.scale, call.soft_cap)
+                d_weights.add(v_smem.at[me + zero], transposed(streamed.d_out.at[stage]))  # [64, block_q]
+                logits, factor, slope = scaled_logits(products.read(1), call)
 
-                # What was issued before these products is done, so is dk of the step before: its queries have been
-                # read.
+                # What was issued before is done, so is dk of the step before: its queries have been read.
                 @pl.when(number > 0)
                 def _release_queries():
                     q_pipeline.release(number - 1)
 
                 if masked:
-                    logits = masked_logits(
-                        scheduler,
-                        tables,
+                    logits = row.masked(
                         logits,
                         factor,
-                        b,
                         content,
                         first_q=i * block_q,
                         first_k=j * scheduler.block_k + me * SM90_ROWS,
@@ -304,14 +282,15 @@ def _backward_kernel(
                 d_logits = weights * d_products
                 if slope is not None:
                     d_logits = d_logits * (1.0 - slope * slope)
-                return weights.astype(q_smem.dtype), d_logits.astype(q_smem.dtype)
+                return weights.astype(streamed.q.dtype), d_logits.astype(streamed.q.dtype)
 
+            first = of_query(stage, 0) if folded else jnp.zeros(shape, jnp.float32)
             *_, weights, d_logits = accumulate(
-                tuple(plgpu.layout_cast(value, WGMMA) for value in begins(stage)),
+                tuple(plgpu.layout_cast(value, WGMMA) for value in (first, of_query(stage, 1))),
                 differentiate,
-                more=(jax.ShapeDtypeStruct(shape, q_smem.dtype),) * 2,
+                more=(jax.ShapeDtypeStruct(shape, streamed.q.dtype),) * 2,
             )
-            dv.add(weights, d_out_smem.at[stage])  # [64, width]
+            dv.add(weights, streamed.d_out.at[stage])  # [64, width]
             if not roomy:
                 plgpu.barrier_wait(ready_of(1 - me, last))
             for c in range(parts):
@@ -325,7 +304,9 @@ def _backward_kernel(
             def add(dq: Accumulator) -> None:
                 multiply_keys(dq, last, zero)
                 for c in range(parts):
-                    q_rows = q_smem.at[stage] if parts == 1 else q_smem.at[stage, pl.ds(c * SM90_ROWS, SM90_ROWS)]
+                    q_rows = (
+                        streamed.q.at[stage] if parts == 1 else streamed.q.at[stage, pl.ds(c * SM90_ROWS, SM90_ROWS)]
+                    )
                     dk.add(d_logits_smem.at[buffer, me, c], q_rows)  # [64, width]
                 made = dq.read(parts)
                 if not roomy:
@@ -346,7 +327,7 @@ def _backward_kernel(
 
             with_accumulators(((SM90_ROWS, SWIZZLED_WIDTH),), add)
 
-        loops = [*scheduler.loops(row, group, step), (steps, steps + jnp.minimum(steps, 1), finish)]
+        loops = [*row.loops(step), (steps, steps + jnp.minimum(steps, 1), finish)]
         dk, dv = accumulate_in_loops(((SM90_ROWS, width), (SM90_ROWS, width)), loops)
         first_k = j * scheduler.block_k + me * SM90_ROWS
         # No other warpgroup reads this consumer's values, and it needs them no more.
@@ -372,15 +353,12 @@ def _backward_kernel(
 
         def fetch(number: Any, _: None) -> None:
             stage = q_pipeline.stage(number)
-            h, n = locate(number)
+            h, n = row.of_group(number, kv)
             i = row.block(n)
             queries = (b, pl.ds(i * block_q, block_q), h)
-            q_pipeline.acquire(number, stage=stage)
-            q_pipeline.copy(number, [(q_ref.at[queries], q_smem.at[stage])], stage=stage)
-            q_pipeline.copy(number, [(rows_ref.at[b, h, i], rows_smem.at[stage])], stage=stage)
-            q_pipeline.copy(number, [(factors_ref.at[b, h, i], factors_of(number))], stage=stage)
-            d_out_pipeline.acquire(number, stage=stage)
-            d_out_pipeline.copy(number, [(d_out_ref.at[queries], d_out_smem.at[stage])], stage=stage)
+            q_pipeline.fetch(number, stage=stage, q=q_ref.at[queries], rows=rows_ref.at[b, h, i])
+            q_pipeline.copy(number, [(factors_ref.at[b, h, i], factors_of(streamed, number))], stage=stage)
+            d_out_pipeline.fetch(number, stage=stage, d_out=d_out_ref.at[queries])
 
         jax.lax.fori_loop(0, steps, fetch, None)
 
@@ -389,22 +367,22 @@ def _scratch(call: AttentionCall, config: AttentionSm90Backward) -> dict[str, An
     width, dtype, sinks = padded_width(max(call.q.shape[3], call.v.shape[3])), call.q.dtype, call.sinks is not None
     block_q, stages, buffers = _block_q(width), config.stages, config.buffers
     columns, parts = width // SWIZZLED_WIDTH, block_q // SM90_ROWS
-    empty = plgpu.Barrier(num_arrivals=SM90_CONSUMERS, num_barriers=stages)
     return {
-        "q_smem": tile(stages, block_q, width, dtype=dtype),
-        "d_out_smem": tile(stages, block_q, width, dtype=dtype),
-        "rows_smem": plgpu.SMEM((stages, 3 if sinks else 2, block_q), jnp.float32),
-        "factors_smem": plgpu.SMEM((stages + 1, block_q), jnp.float32),
+        "kv_full": plgpu.Barrier(num_arrivals=SM90_CONSUMERS * (columns + 1)),
+        "streamed": Pipeline.scratch(
+            stages,
+            consumers=SM90_CONSUMERS,
+            copies={"q": 3, "d_out": 1},
+            q=tile(stages, block_q, width, dtype=dtype),
+            d_out=tile(stages, block_q, width, dtype=dtype),
+            rows=plgpu.SMEM((stages, 3 if sinks else 2, block_q), jnp.float32),
+            factors=plgpu.SMEM((stages + 1, block_q), jnp.float32),
+        ),
         "k_smem": tile(SM90_CONSUMERS, columns, SM90_ROWS, SWIZZLED_WIDTH, dtype=dtype),
         "v_smem": tile(SM90_CONSUMERS, SM90_ROWS, width, dtype=dtype),
         "d_logits_smem": tile(buffers, SM90_CONSUMERS, parts, SM90_ROWS, SM90_ROWS, dtype=dtype),
         "dq_smem": tile(SM90_CONSUMERS, SM90_ROWS, SWIZZLED_WIDTH, dtype=jnp.int32),
         "pull_smem": plgpu.SMEM((SM90_CONSUMERS, call.group, SM90_ROWS), jnp.float32) if sinks else None,
-        "kv_full": plgpu.Barrier(num_arrivals=SM90_CONSUMERS * (columns + 1)),
-        "q_full": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        "d_out_full": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        "q_empty": empty,
-        "d_out_empty": empty,
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=buffers * SM90_CONSUMERS),
     }
 
@@ -440,11 +418,11 @@ def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: La
     q, d_out = (padded_heads(array, block_q, width) for array in (call.q, rows.d_out))
     k, v = (padded_heads(array, block_k, width) for array in (call.k, call.v))
     bound = _bound(call, rows)  # [B, H, T]
-    logsumexp, factor = rows.row_max + rows.log2_total, plain_factor(call.scale, call.soft_cap)
+    logsumexp, factor = rows.row_max + rows.log2_total, plain_factor(call)
     each = [logsumexp if factor is None else -logsumexp / factor, -rows.delta]
     each += [] if rows.sink_weight is None else [rows.sink_weight]
-    stacked = padded(jnp.stack(each, axis=2), 3, block_q)  # [B, H, 2 or 3, T]
-    dq_sums = new_sums((b, q.shape[1], h, width), contributors=scheduler.rows, like=call.q)
+    stacked = padded(jnp.stack(each, axis=2), 3, block_q).reshape(b, h, len(each), -1, block_q)
+    dq_sums = new_sums((b, q.shape[1], h, width), contributors=scheduler.rows)
     of_keys = jax.ShapeDtypeStruct(k.shape, q.dtype)
     pull = jax.ShapeDtypeStruct((b, kv, scheduler.rows, SM90_CONSUMERS, call.group, SM90_ROWS), jnp.float32)
     outputs = run_kernel(
@@ -460,9 +438,7 @@ def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: La
             "k": k,
             "v": v,
             "d_out": d_out,
-            "rows": stacked.reshape(b, h, len(each), -1, block_q).swapaxes(
-                2, 3
-            ),  # [B, H, T / block_q, 2 or 3, block_q]
+            "rows": stacked.swapaxes(2, 3),
             "factors": padded(_FIXED_ONE / bound, 2, block_q).reshape(b, h, -1, block_q),
             **tables,
             "dq_sums": dq_sums,

@@ -39,7 +39,7 @@ from tilewright.ops.attention.pallas_gpu.tiles import (
     Tables,
     TileScheduler,
     add_to_dq,
-    masked_logits,
+    factors_of,
     plain_factor,
     scaled_logits,
 )
@@ -72,18 +72,14 @@ def kernel(
     dk_ref,  # [B, S, KV, WIDTH]
     dv_ref,  # [B, S, KV, WIDTH]
     # scratch
-    q_smem,  # [STAGES, consumers, BLOCK, 128]
-    d_out_smem,  # [consumers, BLOCK, 128]
-    rows_smem,  # [STAGES, 2, BLOCK]
-    factors_smem,  # [STAGES + 1, BLOCK]
+    # q [STAGES, consumers, BLOCK, 128], d_out [consumers, BLOCK, 128], rows [STAGES, 2, BLOCK],
+    # factors [STAGES + 1, BLOCK], d_out_full
+    streamed: Pipeline,
     k_smem,  # [consumers, BLOCK, 128]
     v_smem,  # [consumers, BLOCK, 128]
     between,  # [STAGES, 2, BLOCK queries, BLOCK keys]: weights and gradients of logits
     dq_smem,  # [consumers, BLOCK, 64] int32
     kv_full,
-    q_full,
-    d_out_full,
-    q_empty,
     d_out_empty,
     both,
     # static
@@ -94,16 +90,11 @@ def kernel(
     **table_refs,
 ):
     call, tables = scheduler.call, Tables(**table_refs)
-    group, q_pipeline = call.group, Pipeline(STAGES, q_full, q_empty)
     me = jax.lax.axis_index("warpgroup")
     b, kv, row = scheduler.row_of_keys(tables, jax.lax.axis_index("tile"), together)
     j = row.stationary
-    steps = row.total * group
-    folded = plain_factor(call.scale, call.soft_cap) is not None
-
-    def factors_of(number: Any) -> Any:
-        """Where the factors of a step are: the next step needs them, when the stage may hold another step's."""
-        return factors_smem.at[jax.lax.rem(number, jnp.int32(STAGES + 1))]
+    steps = row.total * call.group
+    folded = plain_factor(call) is not None
 
     @pl.when(me < SM90_CONSUMERS)
     def _consume():
@@ -113,59 +104,56 @@ def kernel(
 
         def multiply_keys(dq: Accumulator, number: Any, part: int) -> None:
             """Issues the products of 64 columns of this consumer's tile of dq, of the step before this one."""
-            d_logits = between.at[q_pipeline.stage(number + 1), _D_LOGITS]
+            d_logits = between.at[streamed.stage(number + 1), _D_LOGITS]
             keys = k_smem.at[me + opaque_zero(number), :, pl.ds(part * SWIZZLED_WIDTH, SWIZZLED_WIDTH)]
             dq.add(d_logits, keys)  # [BLOCK queries, SWIZZLED_WIDTH]
 
         def add_queries(number: Any, part: int, dq: jax.Array) -> None:
             """Adds 64 columns of this consumer's tile of dq, of the step before this one, to the sums, as integers."""
             before = jnp.maximum(number - 1, 0)
-            h, n = row.of_group(before, kv, group)
+            h, n = row.of_group(before, kv)
             at = pl.ds(me * _COLUMNS + part * SWIZZLED_WIDTH, SWIZZLED_WIDTH)
             index = (b, pl.ds(row.block(n) * BLOCK, BLOCK), h, at)
             # Nothing comes before the first step: the tile is computed from whatever was in shared memory.
-            add_to_dq(dq, factors_of(before), dq_smem.at[me], dq_sums_ref, j, index, number > 0)
+            add_to_dq(dq, factors_of(streamed, before), dq_smem.at[me], dq_sums_ref, j, index, number > 0)
 
         def step(number: Any, sums: tuple[Accumulator, ...], *, masked: bool) -> None:
             dk, dv = sums
             zero = opaque_zero(number)
             opaque_me = me + zero
             mine = pl.ds(opaque_me * _QUERIES, _QUERIES)
-            stage = q_pipeline.stage(number)
+            stage = streamed.stage(number)
             tiles = between.at[stage]  # The two alternate, as the stages do.
-            _, n = row.of_group(number, kv, group)
+            _, n = row.of_group(number, kv)
             i = row.block(n)
             content = row.content(n) if masked else None
-            q_pipeline.wait(number, stage=stage)
+            streamed.wait(number, stage=stage)
 
             def of_query(which: int) -> jax.Array:
-                return load_along_columns(rows_smem.at[stage, which, mine], shape)
+                return load_along_columns(streamed.rows.at[stage, which, mine], shape)
 
             def differentiate(
                 products: Accumulator, d_weights: Accumulator, *, dq: tuple[Accumulator, ...]
             ) -> tuple[jax.Array, jax.Array]:
                 for c in range(SM90_CONSUMERS):
-                    products.add(k_smem.at[c + zero], transposed(q_smem.at[stage, c, mine]))  # [BLOCK, _QUERIES]
+                    products.add(k_smem.at[c + zero], transposed(streamed.q.at[stage, c, mine]))  # [BLOCK, _QUERIES]
                 finished = dq[0].read(SM90_CONSUMERS)
 
                 # What was issued before is done, so is dk of the step before: its queries have been read.
                 @pl.when(number > 0)
                 def _release_queries():
-                    q_pipeline.release(number - 1)
+                    streamed.release(number - 1)
 
                 add_queries(number, 0, finished)
-                plgpu.barrier_wait(d_out_full)
+                plgpu.barrier_wait(streamed.d_out_full)
                 for c in range(SM90_CONSUMERS):
-                    d_weights.add(v_smem.at[c + zero], transposed(d_out_smem.at[c + zero, mine]))
-                logits, factor, slope = scaled_logits(products.read(SM90_CONSUMERS), call.scale, call.soft_cap)
+                    d_weights.add(v_smem.at[c + zero], transposed(streamed.d_out.at[c + zero, mine]))
+                logits, factor, slope = scaled_logits(products.read(SM90_CONSUMERS), call)
                 multiply_keys(dq[1], number, 1)
                 if masked:
-                    logits = masked_logits(
-                        scheduler,
-                        tables,
+                    logits = row.masked(
                         logits,
                         factor,
-                        b,
                         content,
                         first_q=i * BLOCK + me * _QUERIES,
                         first_k=j * BLOCK,
@@ -176,7 +164,7 @@ def kernel(
                 d_logits = weights * d_weights.read(1)
                 if slope is not None:
                     d_logits = d_logits * (1.0 - slope * slope)
-                return weights.astype(q_smem.dtype), d_logits.astype(q_smem.dtype)
+                return weights.astype(streamed.q.dtype), d_logits.astype(streamed.q.dtype)
 
             def work(*dq: Accumulator) -> None:
                 multiply_keys(dq[0], number, 0)
@@ -184,7 +172,7 @@ def kernel(
                 *_, weights, d_logits = accumulate(
                     tuple(plgpu.layout_cast(x, WGMMA) for x in (first, of_query(_DELTA))),
                     functools.partial(differentiate, dq=dq),
-                    more=(jax.ShapeDtypeStruct(shape, q_smem.dtype),) * 2,
+                    more=(jax.ShapeDtypeStruct(shape, streamed.q.dtype),) * 2,
                 )
                 for which, value in enumerate((weights, d_logits)):
                     transposed(tiles.at[which, mine])[...] = value  # [BLOCK keys, _QUERIES]
@@ -192,8 +180,8 @@ def kernel(
                 # Those of both consumers are there, and both are done with those of the step before.
                 plgpu.barrier_arrive(both)
                 plgpu.barrier_wait(both)
-                dv.add(transposed(tiles.at[_WEIGHTS]), d_out_smem.at[opaque_me])  # [BLOCK keys, _COLUMNS]
-                dk.add(transposed(tiles.at[_D_LOGITS]), q_smem.at[stage, opaque_me])
+                dv.add(transposed(tiles.at[_WEIGHTS]), streamed.d_out.at[opaque_me])  # [BLOCK keys, _COLUMNS]
+                dk.add(transposed(tiles.at[_D_LOGITS]), streamed.q.at[stage, opaque_me])
                 add_queries(number, 1, dq[1].read(2))
                 dv.wait(1)
                 plgpu.barrier_arrive(d_out_empty)
@@ -210,12 +198,12 @@ def kernel(
             for part in range(_PARTS):
                 with_accumulators(((BLOCK, SWIZZLED_WIDTH),), functools.partial(add, part=part))
 
-        loops = [*scheduler.loops(row, group, step), (steps, steps + jnp.minimum(steps, 1), finish)]
+        loops = [*row.loops(step), (steps, steps + jnp.minimum(steps, 1), finish)]
         dk, dv = accumulate_in_loops(((BLOCK, _COLUMNS),) * 2, loops)
         # After the last step of both, nobody reads the queries: the gradients leave through their memory.
         plgpu.barrier_arrive(both)
         plgpu.barrier_wait(both)
-        out_tile = q_smem.at[0, me]
+        out_tile = streamed.q.at[0, me]
         for gradient, out_ref in ((dv, dv_ref), (dk * call.scale, dk_ref)):
             out_tile[...] = gradient.astype(out_ref.dtype)
             plgpu.commit_smem()
@@ -233,22 +221,21 @@ def kernel(
             plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[c], kv_full)
 
         def fetch(number: Any, _: None) -> None:
-            stage = q_pipeline.stage(number)
-            h, n = row.of_group(number, kv, group)
+            stage = streamed.stage(number)
+            h, n = row.of_group(number, kv)
             i = row.block(n)
             queries = (b, pl.ds(i * BLOCK, BLOCK), h)
-            q_pipeline.acquire(number, stage=stage)
-            for c in range(SM90_CONSUMERS):
-                q_pipeline.copy(number, [(q_ref.at[(*queries, columns[c])], q_smem.at[stage, c])], stage=stage)
-            q_pipeline.copy(number, [(rows_ref.at[b, h, i], rows_smem.at[stage])], stage=stage)
-            q_pipeline.copy(number, [(factors_ref.at[b, h, i], factors_of(number))], stage=stage)
+            streamed.acquire(number, stage=stage)
+            copies = [(q_ref.at[(*queries, columns[c])], streamed.q.at[stage, c]) for c in range(SM90_CONSUMERS)]
+            streamed.copy(number, [*copies, (rows_ref.at[b, h, i], streamed.rows.at[stage])], stage=stage)
+            streamed.copy(number, [(factors_ref.at[b, h, i], factors_of(streamed, number))], stage=stage)
 
             @pl.when(number >= 1)
             def _wait_for_d_out():
                 plgpu.barrier_wait(d_out_empty)
 
             for c in range(SM90_CONSUMERS):
-                plgpu.copy_gmem_to_smem(d_out_ref.at[(*queries, columns[c])], d_out_smem.at[c], d_out_full)
+                plgpu.copy_gmem_to_smem(d_out_ref.at[(*queries, columns[c])], streamed.d_out.at[c], streamed.d_out_full)
 
         jax.lax.fori_loop(0, steps, fetch, None)
 
@@ -257,18 +244,21 @@ def scratch(call: AttentionCall) -> dict[str, Any]:
     """The shared memory and barriers of `kernel`."""
     dtype, consumers = call.q.dtype, plgpu.Barrier(num_arrivals=SM90_CONSUMERS)
     return {
-        "q_smem": tile(STAGES, SM90_CONSUMERS, BLOCK, _COLUMNS, dtype=dtype),
-        "d_out_smem": tile(SM90_CONSUMERS, BLOCK, _COLUMNS, dtype=dtype),
-        "rows_smem": plgpu.SMEM((STAGES, 2, BLOCK), jnp.float32),
-        "factors_smem": plgpu.SMEM((STAGES + 1, BLOCK), jnp.float32),
+        "kv_full": plgpu.Barrier(num_arrivals=2 * SM90_CONSUMERS),
+        "streamed": Pipeline.scratch(
+            STAGES,
+            consumers=SM90_CONSUMERS,
+            copies=SM90_CONSUMERS + 2,
+            q=tile(STAGES, SM90_CONSUMERS, BLOCK, _COLUMNS, dtype=dtype),
+            d_out=tile(SM90_CONSUMERS, BLOCK, _COLUMNS, dtype=dtype),
+            rows=plgpu.SMEM((STAGES, 2, BLOCK), jnp.float32),
+            factors=plgpu.SMEM((STAGES + 1, BLOCK), jnp.float32),
+            d_out_full=consumers,
+        ),
         "k_smem": tile(SM90_CONSUMERS, BLOCK, _COLUMNS, dtype=dtype),
         "v_smem": tile(SM90_CONSUMERS, BLOCK, _COLUMNS, dtype=dtype),
         "between": tile(STAGES, 2, BLOCK, BLOCK, dtype=dtype),
         "dq_smem": tile(SM90_CONSUMERS, BLOCK, SWIZZLED_WIDTH, dtype=jnp.int32),
-        "kv_full": plgpu.Barrier(num_arrivals=2 * SM90_CONSUMERS),
-        "q_full": plgpu.Barrier(num_arrivals=SM90_CONSUMERS + 2, num_barriers=STAGES),
-        "d_out_full": consumers,
-        "q_empty": plgpu.Barrier(num_arrivals=SM90_CONSUMERS, num_barriers=STAGES),
         "d_out_empty": consumers,
         "both": consumers,
     }

@@ -45,13 +45,12 @@ from tilewright.ops.attention.config import SM90_BLOCK, SM90_CONSUMERS, SM90_ROW
 from tilewright.ops.attention.pallas_gpu.tiles import (
     Tables,
     TileScheduler,
-    masked_logits,
     padded_heads,
     padded_width,
     scaled_logits,
     schedule_blocks,
 )
-from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, SavedRows, outputs_of
+from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, SAVED_AXES, SavedRows, outputs_of
 from tilewright.pallas.gpu.kernel import compiler_params, run_kernel, smem_bytes, tile
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import WGMMA, along_rows, transposed
@@ -96,15 +95,10 @@ def _forward_kernel(
     statistics_ref,  # [B, H, 2, T]: maximum and total
     # scratch
     q_smem,  # [consumers, 64, D]
-    k_smem,  # [stages, block_k, D]
-    v_smem,  # [stages, block_k, Dv]
+    kv: Pipeline,  # k [stages, block_k, D], v [stages, block_k, Dv]
     out_smem,  # [consumers, 64, Dv], or None where D = Dv and the output takes the place of the queries
     statistics_smem,  # [consumers, 2, 64]
     q_full,
-    k_full,
-    v_full,
-    k_empty,
-    v_empty,
     turn,
     # static
     scheduler: TileScheduler,
@@ -114,8 +108,8 @@ def _forward_kernel(
 ):
     call, tables = scheduler.call, Tables(**table_refs)
     batches, num_heads = call.q.shape[0], call.q.shape[2]
-    block_k, d_v = config.block_k, v_smem.shape[-1]
-    k_pipeline, v_pipeline = Pipeline(config.stages, k_full, k_empty), Pipeline(config.stages, v_full, v_empty)
+    block_k, d_v = config.block_k, kv.v.shape[-1]
+    keys, values = kv.group("k"), kv.group("v")
     warpgroup = jax.lax.axis_index("warpgroup")
     rank, rest = divmod_nonnegative(jax.lax.axis_index("tile"), batches * num_heads)
     b, h = divmod_nonnegative(rest, num_heads)
@@ -148,16 +142,12 @@ def _forward_kernel(
         def soften(n: Any, logits: jax.Array, statistics: Any, *, masked: bool) -> Any:
             """The statistics with block n included, the factor for what was accumulated before, and n's weights."""
             row_max, total = statistics
-            logits, factor, _ = scaled_logits(logits, call.scale, call.soft_cap)
+            logits, factor, _ = scaled_logits(logits, call)
             if masked:
-                content = row.content(n)
-                logits = masked_logits(
-                    scheduler,
-                    tables,
+                logits = row.masked(
                     logits,
                     factor,
-                    b,
-                    content,
+                    row.content(n),
                     first_q=first_q,
                     first_k=row.block(n) * block_k,
                     part=(pl.ds(warpgroup * SM90_ROWS, SM90_ROWS),),
@@ -166,36 +156,36 @@ def _forward_kernel(
             alpha = jnp.exp2(row_max - new_max)
             weights = jnp.exp2(logits * factor - along_rows(new_max, logits.shape))
             total = total * alpha + jnp.sum(weights, axis=1)
-            return (new_max, total), alpha, weights.astype(v_smem.dtype)
+            return (new_max, total), alpha, weights.astype(kv.v.dtype)
 
         def first_products(products: Accumulator) -> None:
-            products.add(q_tile, transposed(k_smem.at[0]))  # [64, block_k]
+            products.add(q_tile, transposed(kv.k.at[0]))  # [64, block_k]
             take_turn()
 
-        k_pipeline.wait(0, stage=0)
+        keys.wait(0, stage=0)
         logits = product((SM90_ROWS, block_k), first_products)
-        k_pipeline.release(0, stage=0)
+        keys.release(0, stage=0)
         statistics, _, weights = soften(jnp.int32(0), logits, (row_max, total), masked=scheduler.has_partial)
         no_logits = plgpu.layout_cast(jnp.zeros((SM90_ROWS, block_k), jnp.float32), WGMMA)
 
         def step(n: Any, carry: Any, *, masked: bool) -> Any:
             """The values of block n - 1 and the products of block n at once: the tensor cores do not wait between."""
             acc, weights, statistics = carry
-            stage, before = k_pipeline.stage(n), v_pipeline.stage(n - 1)
+            stage, before = keys.stage(n), values.stage(n - 1)
             acc, weights, statistics = jax.lax.optimization_barrier((acc, weights, statistics))
             plgpu.barrier_arrive(turn)
-            v_pipeline.wait(n - 1, stage=before)
-            k_pipeline.wait(n, stage=stage)
+            values.wait(n - 1, stage=before)
+            keys.wait(n, stage=stage)
             plgpu.barrier_wait(turn)
 
             def multiply(out: Accumulator, products: Accumulator) -> None:
-                out.add(weights, v_smem.at[before])  # [64, Dv]
-                products.add(q_tile, transposed(k_smem.at[stage]))  # [64, block_k]
+                out.add(weights, kv.v.at[before])  # [64, Dv]
+                products.add(q_tile, transposed(kv.k.at[stage]))  # [64, block_k]
                 take_turn()
 
             acc, logits = accumulate((acc, no_logits), multiply)
-            v_pipeline.release(n - 1, stage=before)
-            k_pipeline.release(n, stage=stage)
+            values.release(n - 1, stage=before)
+            keys.release(n, stage=stage)
             statistics, alpha, weights = soften(n, logits, statistics, masked=masked)
             acc = acc * along_rows(alpha, acc.shape)
             return acc, weights, statistics
@@ -207,11 +197,11 @@ def _forward_kernel(
             first = jnp.maximum(row.full, 1) if scheduler.has_full else 1
             carry = jax.lax.fori_loop(first, row.total, functools.partial(step, masked=True), carry)
         acc, weights, (row_max, total) = carry
-        last = v_pipeline.stage(row.total - 1)
+        last = values.stage(row.total - 1)
         plgpu.barrier_arrive(turn)
-        v_pipeline.wait(row.total - 1, stage=last)
+        values.wait(row.total - 1, stage=last)
         plgpu.barrier_wait(turn)
-        (acc,) = accumulate((acc,), lambda out: out.add(weights, v_smem.at[last]))
+        (acc,) = accumulate((acc,), lambda out: out.add(weights, kv.v.at[last]))
         pl.when(warpgroup == 0)(take_turn)
 
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
@@ -229,34 +219,31 @@ def _forward_kernel(
     @pl.when(warpgroup == SM90_CONSUMERS)
     def _produce():
         plgpu.set_max_registers(config.producer_registers, action="decrease")
-        kv, _ = divmod_nonnegative(h, call.group)
+        key_head, _ = divmod_nonnegative(h, call.group)
 
         def fetch(n: Any, _: None) -> None:
-            stage = k_pipeline.stage(n)
-            keys = (b, pl.ds(row.block(n) * block_k, block_k), kv)
-            k_pipeline.acquire(n, stage=stage)
-            k_pipeline.copy(n, [(k_ref.at[keys], k_smem.at[stage])], stage=stage)
-            v_pipeline.acquire(n, stage=stage)
-            v_pipeline.copy(n, [(v_ref.at[keys], v_smem.at[stage])], stage=stage)
+            stage = keys.stage(n)
+            block = (b, pl.ds(row.block(n) * block_k, block_k), key_head)
+            keys.fetch(n, stage=stage, k=k_ref.at[block])
+            values.fetch(n, stage=stage, v=v_ref.at[block])
 
         jax.lax.fori_loop(0, row.total, fetch, None)
 
 
 def _scratch(call: AttentionCall, config: AttentionSm90Forward) -> dict[str, Any]:
     d, d_v, dtype = padded_width(call.q.shape[3]), padded_width(call.v.shape[3]), call.q.dtype
-    full = plgpu.Barrier(num_arrivals=1, num_barriers=config.stages)
-    empty = plgpu.Barrier(num_arrivals=SM90_CONSUMERS, num_barriers=config.stages)
     return {
         "q_smem": tile(SM90_CONSUMERS, SM90_ROWS, d, dtype=dtype),
-        "k_smem": tile(config.stages, config.block_k, d, dtype=dtype),
-        "v_smem": tile(config.stages, config.block_k, d_v, dtype=dtype),
+        "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=SM90_CONSUMERS),
+        "kv": Pipeline.scratch(
+            config.stages,
+            consumers=SM90_CONSUMERS,
+            copies={"k": 1, "v": 1},
+            k=tile(config.stages, config.block_k, d, dtype=dtype),
+            v=tile(config.stages, config.block_k, d_v, dtype=dtype),
+        ),
         "out_smem": None if d == d_v else tile(SM90_CONSUMERS, SM90_ROWS, d_v, dtype=dtype),
         "statistics_smem": plgpu.SMEM((SM90_CONSUMERS, 2, SM90_ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=1, num_barriers=SM90_CONSUMERS),
-        "k_full": full,
-        "v_full": full,
-        "k_empty": empty,
-        "v_empty": empty,
         "turn": plgpu.Barrier(num_arrivals=SM90_CONSUMERS),
     }
 
@@ -297,6 +284,7 @@ def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[
 
 FORWARD = Pass(
     run=_forward,
+    saved=SAVED_AXES,
     config=AttentionSm90Forward,
     heuristic=_choose,
     unsupported_reason=_unsupported_reason,

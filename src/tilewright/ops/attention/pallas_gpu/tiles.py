@@ -22,8 +22,9 @@ from tilewright.masks.algebra import Both, Either, Mask, Not
 from tilewright.masks.block_list import EMPTY, FULL, PARTIAL, Grid, block_table, segment_kinds
 from tilewright.ops.attention.call import AttentionCall
 from tilewright.ops.attention.softmax_rows import LOG2_E, MASKED
+from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.global_sums import add_to_sums
-from tilewright.pallas.gpu.kernel import padded
+from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import WGMMA, along_rows, to_int32
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 
@@ -79,7 +80,7 @@ class TileScheduler:
         stationary = tables.order_ref[rank]
         number = (b * self.rows + stationary) if self.per_batch else stationary
         counts = tables.counts_ref
-        return Row(tables, stationary, number * self.longest, counts[2 * number], counts[2 * number + 1])
+        return Row(self, tables, b, stationary, number * self.longest, counts[2 * number], counts[2 * number + 1])
 
     def row_of_keys(self, tables: Tables, number: Any, together: int) -> tuple[Any, Any, "Row"]:
         """The batch, key head and row of a thread block. `together` heads run side by side before others start."""
@@ -88,22 +89,14 @@ class TileScheduler:
         b, kv = divmod_nonnegative(which * together + rest, self.call.k.shape[2])
         return b, kv, self.row(tables, b, rank)
 
-    def loops(self, row: "Row", group: int, step: Callable[..., None]) -> list[tuple[Any, Any, Callable[..., None]]]:
-        """The loops over a row and a group of heads, as (first, end, body): without a mask, then with one."""
-        full_steps, loops = row.full * group, []
-        if self.has_full:
-            loops.append((0, full_steps, functools.partial(step, masked=False)))
-        if self.has_partial:
-            first = full_steps if self.has_full else 0
-            loops.append((first, row.total * group, functools.partial(step, masked=True)))
-        return loops
-
 
 @dataclass(frozen=True)
 class Row:
-    """The scalars of one stationary block."""
+    """One stationary block, and the scalars that say what it visits."""
 
+    scheduler: TileScheduler
     tables: Tables
+    b: Any
     stationary: Any
     first: Any
     full: Any
@@ -116,8 +109,9 @@ class Row:
     def content(self, n: Any) -> Any:
         return None if self.tables.content_ref is None else self.tables.content_ref[self.first + n]
 
-    def of_group(self, number: Any, kv: Any, group: int) -> tuple[Any, Any]:
+    def of_group(self, number: Any, kv: Any) -> tuple[Any, Any]:
         """The query head of a step and its index in the row: full blocks of all heads of a group, then partial ones."""
+        group = self.scheduler.call.group
         if group == 1:
             return kv, number
         full = number < self.full * group
@@ -126,33 +120,77 @@ class Row:
         g = jax.lax.div(inside, count)
         return kv * group + g, jnp.where(full, 0, self.full) + inside - g * count
 
+    def loops(self, step: Callable[..., None]) -> list[tuple[Any, Any, Callable[..., None]]]:
+        """The loops over a row and a group of heads, as (first, end, body): without a mask, then with one."""
+        scheduler, loops = self.scheduler, []
+        full_steps = self.full * scheduler.call.group
+        if scheduler.has_full:
+            loops.append((0, full_steps, functools.partial(step, masked=False)))
+        if scheduler.has_partial:
+            first = full_steps if scheduler.has_full else 0
+            loops.append((first, self.total * scheduler.call.group, functools.partial(step, masked=True)))
+        return loops
+
+    def masked(
+        self,
+        logits: jax.Array,
+        factor: float,
+        content: Any,
+        *,
+        first_q: Any,
+        first_k: Any,
+        part: tuple[Any, ...],
+        transposed: bool = False,
+    ) -> jax.Array:
+        """A tile of logits [queries, keys], or transposed, with a large negative number where a pair does not attend.
+
+        `first_q` and `first_k` are the tile's first query and key. `part` is where the tile lies in the stationary block,
+        and in the other, where it does not cover all of it; `content` indexes the contents of the block.
+        """
+        call, tables, b, shape = self.scheduler.call, self.tables, self.b, logits.shape
+        q_axis, k_axis = (1, 0) if transposed else (0, 1)
+        num_q, num_k = shape[q_axis], shape[k_axis]
+        keys = first_k + plgpu.broadcasted_iota(jnp.int32, shape, k_axis, layout=WGMMA)
+        conditions = []
+        if call.mask is not None and call.mask.computable:
+            queries = first_q + plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA)
+            conditions.append(_keep(call.mask, queries, keys, call.q_offset))
+        if self.scheduler.ragged_keys:
+            conditions.append(keys < call.k.shape[1])
+        if tables.contents_ref is not None:
+            values = plgpu.load(tables.contents_ref.at[(content, *part)], layout=WGMMA, optimized=False)
+            conditions.append(values.astype(jnp.int32) != 0)
+        if tables.q_ids_ref is not None:
+            # Ids along the rows of a tile and along its columns have layouts of their own.
+            of_axis = (WGMMA.reduce(1), WGMMA.reduce(0))
+            q_ids = plgpu.load(tables.q_ids_ref.at[b, pl.ds(first_q, num_q)], layout=of_axis[q_axis], optimized=False)
+            kv_ids = plgpu.load(tables.kv_ids_ref.at[b, pl.ds(first_k, num_k)], layout=of_axis[k_axis], optimized=False)
+            q_ids = jax.lax.broadcast_in_dim(q_ids, shape, [q_axis])
+            kv_ids = jax.lax.broadcast_in_dim(kv_ids, shape, [k_axis])
+            conditions.append(q_ids == kv_ids)
+        if not conditions:
+            return logits
+        return jnp.where(functools.reduce(jnp.logical_and, conditions), logits, MASKED / max(factor, 1.0))
+
 
 def schedule_blocks(
     call: AttentionCall, blocks: tuple[int, int], stationary: Literal["q", "k"]
 ) -> tuple[TileScheduler, dict[str, jax.Array]]:
     """What a kernel visits, and the arrays that tell it, by the names of `Tables`."""
-    s, mask, dynamic = call.k.shape[1], call.mask, call.q_segments is not None
-    grid = Grid(call.q.shape[1], s, *blocks, call.q_offset)
+    mask, dynamic = call.mask, call.q_segments is not None
+    grid = Grid(call.q.shape[1], call.k.shape[1], *blocks, call.q_offset)
     table = block_table(mask, grid)
-    kinds = table.kinds[0]  # [num_q, num_k]
+    kinds = table.kinds_to_the_end[0]  # [num_q, num_k]
     idle = bool((kinds == EMPTY).all(1 if stationary == "q" else 0).any())
     # Contents of partial blocks; also where there are none, if a row may have no work.
     dense = mask is not None and not mask.computable and (len(table.contents) > 0 or idle or dynamic)
-    contents = None
-    content = table.content[0]
-    if dense:
-        # A full block that something else cuts, the end of the keys or segments, has contents of ones.
-        contents = np.concatenate([table.contents, np.ones((1, *blocks), bool), np.zeros((1, *blocks), bool)])
-        one_of = np.array([len(table.contents) + 1, 0, len(table.contents)])  # For EMPTY, PARTIAL and FULL.
-        content = np.where(kinds == PARTIAL, content, one_of[kinds])
-    if s % grid.block_k:
-        kinds = np.concatenate([kinds[:, :-1], np.where(kinds[:, -1:] == FULL, PARTIAL, kinds[:, -1:])], axis=1)
-
+    # A full block that something else cuts, the end of the keys or segments, has contents of ones.
+    contents, content = table.every_content()
     found: Any = kinds[None]  # [1 or B, num_q, num_k]
     if call.q_segments is not None and call.kv_segments is not None:
         found = jnp.minimum(jnp.asarray(kinds, jnp.int32)[None], segment_kinds(call.q_segments, call.kv_segments, grid))
     xp: Any = jnp if dynamic else np
-    content = np.broadcast_to(content[None], found.shape)
+    content = np.broadcast_to(content, found.shape)
     if stationary == "k":
         kinds, found, content = kinds.T, found.swapaxes(1, 2), content.swapaxes(1, 2)
     kinds, found = _never_idle(kinds), _never_idle(found)
@@ -169,7 +207,7 @@ def schedule_blocks(
     if dense:
         arrays["content"] = xp.take_along_axis(xp.asarray(content), visited, axis=2)
     flat = {name: jnp.asarray(array).astype(jnp.int32).reshape(-1) for name, array in arrays.items()}
-    if contents is not None:
+    if dense:
         flat["contents"] = jnp.asarray((contents if stationary == "q" else contents.swapaxes(1, 2)).astype(np.int8))
     if call.q_segments is not None and call.kv_segments is not None:
         flat["q_ids"] = padded(call.q_segments, 1, grid.block_q)  # [B, T]
@@ -197,75 +235,29 @@ def _never_idle(kinds: Any) -> Any:
     return xp.where(idle, PARTIAL, kinds)
 
 
-def plain_factor(scale: float, soft_cap: float | None) -> float | None:
-    """The factor that turns products into logits in units of log 2, where a factor does; else None.
+def plain_factor(call: Any) -> float | None:
+    """The factor that turns products into logits in units of log 2, where a factor does; else None. Decoding's, too.
 
     The maximum is taken before it is applied, and so is the mask: both need a factor that is positive and not tiny.
     """
-    factor = scale * LOG2_E
-    return factor if soft_cap is None and factor >= _LEAST_FACTOR else None
+    factor = call.scale * LOG2_E
+    return factor if call.soft_cap is None and factor >= _LEAST_FACTOR else None
 
 
-def scaled_logits(
-    products: jax.Array, scale: float, soft_cap: float | None
-) -> tuple[jax.Array, float, jax.Array | None]:
+def scaled_logits(products: jax.Array, call: Any) -> tuple[jax.Array, float, jax.Array | None]:
     """Logits, the factor that turns them into units of log 2, and tanh where there is a soft cap.
 
     The factor is applied in the multiply-add with the maximum.
     """
-    if (plain := plain_factor(scale, soft_cap)) is not None:
+    if (plain := plain_factor(call)) is not None:
         return products, plain, None
-    factor = scale * LOG2_E
+    factor, soft_cap = call.scale * LOG2_E, call.soft_cap
     if soft_cap is None:
         return products * factor, 1.0, None
     # tanh from an exponential: the hardware's own is accurate to 11 bits only.
     grown = jnp.exp2(products * (2 * factor / soft_cap))
     slope = 1.0 - 2.0 / (1.0 + grown)
     return slope * (soft_cap * LOG2_E), 1.0, slope
-
-
-def masked_logits(
-    scheduler: TileScheduler,
-    tables: Tables,
-    logits: jax.Array,
-    factor: float,
-    b: Any,
-    content: Any,
-    *,
-    first_q: Any,
-    first_k: Any,
-    part: tuple[Any, ...],
-    transposed: bool = False,
-) -> jax.Array:
-    """A tile of logits [queries, keys], or transposed, with a large negative number where a pair does not attend.
-
-    `first_q` and `first_k` are the tile's first query and key. `part` is where the tile lies in the stationary block,
-    and in the other, where it does not cover all of it; `content` indexes the contents of the block.
-    """
-    call, shape = scheduler.call, logits.shape
-    q_axis, k_axis = (1, 0) if transposed else (0, 1)
-    num_q, num_k = shape[q_axis], shape[k_axis]
-    keys = first_k + plgpu.broadcasted_iota(jnp.int32, shape, k_axis, layout=WGMMA)
-    conditions = []
-    if call.mask is not None and call.mask.computable:
-        queries = first_q + plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA)
-        conditions.append(_keep(call.mask, queries, keys, call.q_offset))
-    if scheduler.ragged_keys:
-        conditions.append(keys < call.k.shape[1])
-    if tables.contents_ref is not None:
-        values = plgpu.load(tables.contents_ref.at[(content, *part)], layout=WGMMA, optimized=False)
-        conditions.append(values.astype(jnp.int32) != 0)
-    if tables.q_ids_ref is not None:
-        # Ids along the rows of a tile and along its columns have layouts of their own.
-        of_axis = (WGMMA.reduce(1), WGMMA.reduce(0))
-        q_ids = plgpu.load(tables.q_ids_ref.at[b, pl.ds(first_q, num_q)], layout=of_axis[q_axis], optimized=False)
-        kv_ids = plgpu.load(tables.kv_ids_ref.at[b, pl.ds(first_k, num_k)], layout=of_axis[k_axis], optimized=False)
-        q_ids = jax.lax.broadcast_in_dim(q_ids, shape, [q_axis])
-        kv_ids = jax.lax.broadcast_in_dim(kv_ids, shape, [k_axis])
-        conditions.append(q_ids == kv_ids)
-    if not conditions:
-        return logits
-    return jnp.where(functools.reduce(jnp.logical_and, conditions), logits, MASKED / max(factor, 1.0))
 
 
 def _keep(mask: Mask, queries: jax.Array, keys: jax.Array, q_offset: int) -> jax.Array:
@@ -277,6 +269,11 @@ def _keep(mask: Mask, queries: jax.Array, keys: jax.Array, q_offset: int) -> jax
     if isinstance(mask, Not):
         return jnp.where(_keep(mask.mask, queries, keys, q_offset), False, True)
     return mask.keep(queries, keys, q_offset)
+
+
+def factors_of(streamed: Pipeline, number: Any) -> Any:
+    """Where the factors of a step are: the next step needs them, when the stage may hold another step's."""
+    return streamed.factors.at[jax.lax.rem(number, jnp.int32(streamed.stages + 1))]
 
 
 def add_to_dq(

@@ -20,6 +20,7 @@ of this one, the three sums of a tile after those of the next. max, log2 of the 
 the gradient is not used. With sinks, the row sums of weights times their gradients are another output, float32.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,36 +29,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tilewright.core.chip import LANES, Chip
+from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.masks.block_list import FIRST, LAST
 from tilewright.ops.attention.call import AttentionCall
 from tilewright.ops.attention.config import AttentionTpuBackward
 from tilewright.ops.attention.pallas_tpu.tiles import (
-    VMEM_SHARE,
     LogitRefs,
-    Schedule,
+    Plan,
     Step,
-    Tiling,
     by_heads,
     by_lanes,
-    dot_f32,
-    even_block,
     for_tiles,
-    largest_block,
-    list_misfit,
-    logit_arrays,
-    logit_blocks,
+    largest_blocks,
     logits_tile,
-    pad_to,
     pipelined,
-    plan_blocks,
-    schedule,
-    tile_of,
+    vmem_budget,
     whole_lanes,
 )
 from tilewright.ops.attention.softmax_rows import LOG2_E, SavedRows, backward_rows
 from tilewright.ops.attention.xla import bias_gradient, default_backward_config
+from tilewright.pallas.arrays import dot_f32, padded
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
 
 _FLOAT32_BYTES = 4
@@ -65,26 +57,18 @@ _FLOAT32_BYTES = 4
 
 def _choose(chip: Chip, call: AttentionCall) -> AttentionTpuBackward:
     """The largest blocks that waste little of T and S, and the gradients of as many keys in VMEM as fit."""
-    t, s, largest = call.q.shape[1], call.k.shape[1], largest_block(chip, call)
-    budget = VMEM_SHARE * (chip.vmem_bytes or 0)
 
-    def fits(config: AttentionTpuBackward) -> bool:
-        return _memory(call, Launch(chip, config, None))["backward"] <= budget
+    def needed(config: AttentionTpuBackward) -> int:
+        return _vmem_bytes(Plan(call, config))
 
-    while True:
-        block_q, block_k = even_block(t, largest), even_block(s, largest)
-        sizes = (block_q, block_k, tile_of(block_q, 256), tile_of(block_k, 512))
-        smallest = AttentionTpuBackward(*sizes, chunk_k=block_k)
-        if fits(smallest) or largest == LANES:
-            break
-        largest //= 2
-    blocks = pl.cdiv(s, block_k)
-    configs = (AttentionTpuBackward(*sizes, pl.cdiv(blocks, chunks) * block_k) for chunks in range(1, blocks))
-    return next(filter(fits, configs), smallest)
+    def one_block(*sizes: int) -> AttentionTpuBackward:
+        return AttentionTpuBackward(*sizes, chunk_k=sizes[1])
 
-
-def _unsupported_reason(call: AttentionCall, launch: Launch) -> str | None:
-    return list_misfit(call, launch.config)
+    smallest = largest_blocks(chip, call, one_block, needed)
+    blocks = pl.cdiv(call.k.shape[1], smallest.block_k)
+    chunks = (pl.cdiv(blocks, count) * smallest.block_k for count in range(1, blocks))
+    configs = (dataclasses.replace(smallest, chunk_k=chunk_k) for chunk_k in chunks)
+    return next((config for config in configs if needed(config) <= vmem_budget(chip)), smallest)
 
 
 def _backward_kernel(
@@ -98,11 +82,6 @@ def _backward_kernel(
     v_ref,  # [block_k, Dv]
     d_out_ref,  # [block_q, Dv]
     rows_ref,  # [3, block_q]: maximum, log2 of the total, delta
-    bias_ref,  # [block_k, block_q or 1], or None
-    contents_ref,  # [block_k, block_q], or None
-    q_ids_ref,  # [1, block_q], or None
-    kv_ids_ref,  # [block_k, 1], or None
-    keep_ref,  # [block_k, block_q], or None
     # outputs
     dq_ref,  # [block_q, D]
     dk_ref,  # [chunk_k, D]
@@ -112,15 +91,14 @@ def _backward_kernel(
     dq_scratch,  # [D, block_q]
     pull_scratch,  # [1, block_q], or None without sinks
     # static
-    tiling: Tiling,
-    plan: Schedule,
+    plan: Plan,
+    # inputs, see LogitRefs
+    **logit_refs,
 ):
-    refs = LogitRefs(bias_ref, contents_ref, q_ids_ref, kv_ids_ref, keep_ref)
-    call, config = tiling.call, tiling.config
+    refs, call, config = LogitRefs(**logit_refs), plan.call, plan.config
     b, kv, chunk, g, n = (pl.program_id(axis) for axis in range(5))
-    local = Step.read(coordinates_ref, flags_ref, plan.first_step(b, kv * call.group + g, chunk) + n)
-    blocks_in_chunk = dk_ref.shape[0] // config.block_k
-    step = Step(local.i, chunk * blocks_in_chunk + local.j, local.flags)
+    local = plan.read(b, kv * call.group + g, chunk, n, coordinates_ref, flags_ref)
+    step = Step(local.i, chunk * plan.blocks_in_chunk + local.j, local.flags)
 
     @pl.when((g == 0) & (n == 0))
     def _start_keys():
@@ -145,7 +123,7 @@ def _backward_kernel(
     ) -> tuple[jax.Array, jax.Array]:
         """The weights and the gradients of the logits of a tile, both [tile_k, tile_q]."""
         keys, queries = unit
-        logits, slope = logits_tile(tiling, product, refs, step, keys, queries, masked=masked)
+        logits, slope = logits_tile(plan, product, refs, step, keys, queries, masked=masked)
         row_max, log_total, delta = (rows_ref[row : row + 1, queries] for row in range(3))  # each [1, tile_q]
         weights = jnp.exp2((logits - row_max) - log_total)
         d_logits = weights * (d_weights - delta)
@@ -165,7 +143,7 @@ def _backward_kernel(
     def add_tiles(units: list[Any], masked: bool) -> None:
         pipelined(units, products, functools.partial(differentiate, masked=masked), add_gradients)
 
-    for_tiles(tiling, step, add_tiles)
+    for_tiles(plan, step, add_tiles)
 
     @pl.when(step.has(LAST))
     def _finish_queries():
@@ -174,48 +152,41 @@ def _backward_kernel(
             pull_ref[...] = pull_scratch[...]
 
 
-def _declaration(call: AttentionCall, config: AttentionTpuBackward, plan: Schedule) -> Kernel:
+def _declaration(plan: Plan) -> Kernel:
+    call, config = plan.call, plan.config
     (b, t, h, d), (_, _, kv, dv) = call.q.shape, call.v.shape
-    block_q, block_k, chunk_k, chunks = config.block_q, config.block_k, config.chunk_k, plan.chunks
+    block_q, block_k, chunks = config.block_q, config.block_k, plan.chunks
     d_lanes, dv_lanes, padded_t = whole_lanes(d), whole_lanes(dv), pl.cdiv(t, block_q) * block_q
-    group, dtype, blocks_in_chunk = call.group, call.q.dtype, chunk_k // block_k
+    chunk_k = plan.blocks_in_chunk * block_k
+    group, dtype = call.group, call.q.dtype
 
-    def read(b: Any, kv: Any, c: Any, g: Any, n: Any, coordinates_ref: Any, flags_ref: Any) -> Step:
-        return Step.read(coordinates_ref, flags_ref, plan.first_step(b, kv * group + g, c) + n)
+    def index(choose: Any) -> Any:
+        """An index map from a function of batch, key head, chunk, head of the group, and step."""
+        return lambda b, kv, c, g, n, *refs: choose(b, kv, c, g, plan.read(b, kv * group + g, c, n, *refs))
 
     def at(choose: Any) -> Any:
         """An index map from a function of batch, head, block of q, block of k and number of contents."""
+        return index(
+            lambda b, kv, c, g, step: choose(b, kv * group + g, step.i, c * plan.blocks_in_chunk + step.j, step.content)
+        )
 
-        def index(b: Any, kv: Any, c: Any, g: Any, n: Any, *refs: Any) -> tuple[Any, ...]:
-            step = read(b, kv, c, g, n, *refs)
-            return choose(b, kv * group + g, step.i, c * blocks_in_chunk + step.j, step.content)
-
-        return index
-
-    def of_head(width: int) -> Block:
+    def of_queries(width: int) -> Block:
         return Block((None, block_q, width), dtype, at(lambda b, h, i, j, c: (b, i, h)))
 
     def of_keys(width: int) -> Block:
-        def index(b: Any, kv: Any, c: Any, g: Any, n: Any, *refs: Any) -> tuple[Any, ...]:
-            step = read(b, kv, c, g, n, *refs)
-            return b, c * blocks_in_chunk + step.j, kv
-
-        return Block((None, block_k, width), dtype, index)
-
-    def dq_index(b: Any, kv: Any, c: Any, g: Any, n: Any, *refs: Any) -> tuple[Any, ...]:
-        step = read(b, kv, c, g, n, *refs)
-        return c, b, step.i, kv * group + g
-
-    def pull_index(*at: Any) -> tuple[Any, ...]:
-        c, b, i, h = dq_index(*at)
-        return c, b, h, 0, i
+        keys = index(lambda b, kv, c, g, step: (b, c * plan.blocks_in_chunk + step.j, kv))
+        return Block((None, block_k, width), dtype, keys)
 
     def of_chunk(width: int) -> Output:
         block = Block((None, chunk_k, width), jnp.float32, lambda b, kv, c, g, n, *refs: (b, c, kv))
         return Output((b, chunks * chunk_k, kv * width), block)
 
     dq_dtype = dtype if chunks == 1 else jnp.dtype(jnp.float32)
-    pull = Output((chunks, b, h, 1, padded_t), Block((None, None, None, 1, block_q), jnp.float32, pull_index))
+    dq = Block(
+        (None, None, block_q, d_lanes), dq_dtype, index(lambda b, kv, c, g, step: (c, b, step.i, kv * group + g))
+    )
+    of_pull = index(lambda b, kv, c, g, step: (c, b, kv * group + g, 0, step.i))
+    pull = Output((chunks, b, h, 1, padded_t), Block((None, None, None, 1, block_q), jnp.float32, of_pull))
     return Kernel(
         name="flash_attention_backward",
         grid={
@@ -227,15 +198,15 @@ def _declaration(call: AttentionCall, config: AttentionTpuBackward, plan: Schedu
         },
         prefetched=("coordinates", "flags"),
         inputs={
-            "q": of_head(d_lanes),
+            "q": of_queries(d_lanes),
             "k": of_keys(d_lanes),
             "v": of_keys(dv_lanes),
-            "d_out": of_head(dv_lanes),
+            "d_out": of_queries(dv_lanes),
             "rows": Block((None, None, 3, block_q), jnp.float32, at(lambda b, h, i, j, c: (b, h, 0, i))),
-            **logit_blocks(call, config, at),
+            **plan.logit_blocks(at),
         },
         outputs={
-            "dq": Output((chunks, b, padded_t, h * d_lanes), Block((None, None, block_q, d_lanes), dq_dtype, dq_index)),
+            "dq": Output((chunks, b, padded_t, h * d_lanes), dq),
             "dk": of_chunk(d_lanes),
             "dv": of_chunk(dv_lanes),
             "pull": None if call.sinks is None else pull,
@@ -247,33 +218,23 @@ def _declaration(call: AttentionCall, config: AttentionTpuBackward, plan: Schedu
     )
 
 
-def _memory(call: AttentionCall, launch: Launch) -> dict[str, int]:
-    config: AttentionTpuBackward = launch.config
+def _vmem_bytes(plan: Plan) -> int:
+    call, config = plan.call, plan.config
     tile = config.tile_q * config.tile_k * (6 * _FLOAT32_BYTES + 4 * call.q.dtype.itemsize)
     transposed_dq = config.block_q * whole_lanes(call.q.shape[3]) * _FLOAT32_BYTES
-    kernel = _declaration(call, config, schedule(call, config))
-    return {"backward": kernel.vmem_bytes(temporaries=tile + transposed_dq)}
+    return _declaration(plan).vmem_bytes(temporaries=tile + transposed_dq)
 
 
 def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: Launch) -> AttentionCall:
     config: AttentionTpuBackward = launch.config
     (b, t, h, d), (_, s, kv, dv), itemsize = call.q.shape, call.v.shape, call.q.dtype.itemsize
     rows = backward_rows(call, saved, cotangents, per_nat=LOG2_E)
-    tiling, plan, steps = plan_blocks(call, config)
+    plan = Plan(call, config)
     pairs = b * h * plan.chunks * plan.steps * config.block_q * config.block_k
     stacked = jnp.stack([rows.row_max, rows.log2_total, rows.delta], axis=2)  # [B, H, 3, T]
-    outputs = _declaration(call, config, plan).run(
-        functools.partial(_backward_kernel, tiling=tiling, plan=plan),
-        {
-            "coordinates": jnp.asarray(steps.coordinates),
-            "flags": jnp.asarray(steps.flags),
-            "q": by_lanes(call.q, config.block_q),
-            "k": by_lanes(call.k, config.block_k),
-            "v": by_lanes(call.v, config.block_k),
-            "d_out": by_lanes(rows.d_out, config.block_q),
-            "rows": pad_to(stacked, 3, config.block_q),
-            **logit_arrays(call, config),
-        },
+    outputs = _declaration(plan).run(
+        functools.partial(_backward_kernel, plan=plan),
+        {**plan.arrays(), "d_out": by_lanes(rows.d_out, config.block_q), "rows": padded(stacked, 3, config.block_q)},
         chip=launch.chip,
         cost=pl.CostEstimate(
             flops=2 * pairs * (3 * d + 2 * dv),
@@ -300,8 +261,8 @@ BACKWARD = Pass(
     run=_backward,
     config=AttentionTpuBackward,
     heuristic=_choose,
-    unsupported_reason=_unsupported_reason,
-    memory=_memory,
+    unsupported_reason=lambda call, launch: Plan(call, launch.config).misfit(),
+    memory=lambda call, launch: {"backward": _vmem_bytes(Plan(call, launch.config))},
     memory_fields="a smaller chunk_k, block_q or block_k",
     note="the gradient of a bias is computed in plain JAX, as by xla",
 )

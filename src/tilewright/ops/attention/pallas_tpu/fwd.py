@@ -20,7 +20,7 @@ this one, and the products of this tile with v after those of the next. v6e, bf1
 per step: in order 4,648; products one tile ahead 3,638; and values one behind 2,906.
 
 Limits: D and Dv are padded to 128 lanes, T and S to blocks; both cost a copy where they are not whole. Segment ids of
-keys are read as a column, 512 bytes per token. The block list must fit scalar memory (`list_misfit` says).
+keys are read as a column, 512 bytes per token. The block list must fit scalar memory (`Plan.misfit` says).
 
 Numerics: logits, statistics and accumulators in float32. The scale and log2(e) are one factor of the float32 logits:
 folded into q it would be rounded to bfloat16, which shows in the logsumexp. Masked logits are a large negative number
@@ -41,34 +41,23 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tilewright.core.chip import LANES, Chip
+from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
-from tilewright.masks.block_list import FIRST, FULL, LAST, PARTIAL, Grid, block_table
+from tilewright.masks.block_list import FIRST, FULL, LAST, PARTIAL
 from tilewright.ops.attention.call import AttentionCall
 from tilewright.ops.attention.config import AttentionTpuForward
 from tilewright.ops.attention.pallas_tpu.tiles import (
-    VMEM_SHARE,
     LogitRefs,
-    Schedule,
-    Step,
-    Tiling,
+    Plan,
     by_heads,
-    by_lanes,
-    dot_f32,
-    even_block,
     for_tiles,
-    largest_block,
-    list_misfit,
-    logit_arrays,
-    logit_blocks,
+    largest_blocks,
     logits_tile,
     pipelined,
-    plan_blocks,
-    schedule,
-    tile_of,
     whole_lanes,
 )
-from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, SavedRows, outputs_of
+from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST, SAVED_AXES, SavedRows, outputs_of
+from tilewright.pallas.arrays import dot_f32
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
 
 _FLOAT32_BYTES = 4
@@ -79,34 +68,22 @@ _BUNDLES = {1024: (3.00, 4.75), 512: (3.67, 6.12)}
 
 def _choose(chip: Chip, call: AttentionCall) -> AttentionTpuForward:
     """The largest blocks that waste little of T and S and fit VMEM; smaller ones where a mask leaves little of them."""
-    t, s, largest = call.q.shape[1], call.k.shape[1], largest_block(chip, call)
-    while True:
-        block_q, block_k = even_block(t, largest), even_block(s, largest)
-        config = AttentionTpuForward(block_q, block_k, tile_of(block_q, 256), tile_of(block_k, 512))
-        needed = _memory(call, Launch(chip, config, None))["forward"]
-        if needed <= VMEM_SHARE * (chip.vmem_bytes or 0) or largest == LANES:
-            break
-        largest //= 2
-    if call.mask is None or (block_q, block_k) != (1024, 1024):
+    config = largest_blocks(chip, call, AttentionTpuForward, lambda config: _vmem_bytes(Plan(call, config)))
+    if call.mask is None or (config.block_q, config.block_k) != (1024, 1024):
         return config
     # A window of 1,024 tokens at T = 8,192: 64,000 bundles per head with blocks of 512, against 75,000.
     smaller = AttentionTpuForward(512, 512, config.tile_q, config.tile_k)
-    return min(config, smaller, key=lambda one: _bundles(one, call))
+    return min(config, smaller, key=lambda one: _bundles(Plan(call, one)))
 
 
-def _bundles(config: AttentionTpuForward, call: AttentionCall) -> float:
+def _bundles(plan: Plan) -> float:
     """The bundles that the forward of a head takes, by `_BUNDLES`."""
+    table, config = plan.table, plan.config
     of_full, of_masked = _BUNDLES[config.block_q]
-    grid = Grid(call.q.shape[1], call.k.shape[1], config.block_q, config.block_k, call.q_offset)
-    table = block_table(call.mask, grid)
     first, end = table.tiles("k", config.tile_k)
     tiles = np.where(table.kinds == PARTIAL, end - first, 0).sum()
     full = (table.kinds == FULL).sum() * config.block_k
     return config.block_q / 1024 * (full * of_full + tiles * config.tile_k * of_masked) / table.kinds.shape[0]
-
-
-def _unsupported_reason(call: AttentionCall, launch: Launch) -> str | None:
-    return not_float64(call.q) or list_misfit(call, launch.config)
 
 
 def _forward_kernel(
@@ -118,11 +95,6 @@ def _forward_kernel(
     q_ref,  # [block_q, D]
     k_ref,  # [block_k, D]
     v_ref,  # [block_k, Dv]
-    bias_ref,  # [block_k, block_q or 1], or None
-    contents_ref,  # [block_k, block_q], or None
-    q_ids_ref,  # [1, block_q], or None
-    kv_ids_ref,  # [block_k, 1], or None
-    keep_ref,  # [block_k, block_q], or None
     sinks_ref,  # [H] in scalar memory, or None
     # outputs
     out_ref,  # [block_q, Dv]
@@ -132,12 +104,13 @@ def _forward_kernel(
     total_scratch,  # [1, block_q]
     acc_scratch,  # [Dv, block_q]
     # static
-    tiling: Tiling,
-    plan: Schedule,
+    plan: Plan,
+    # inputs, see LogitRefs
+    **logit_refs,
 ):
-    refs = LogitRefs(bias_ref, contents_ref, q_ids_ref, kv_ids_ref, keep_ref)
+    refs = LogitRefs(**logit_refs)
     b, h = pl.program_id(0), pl.program_id(1)
-    step = Step.read(coordinates_ref, flags_ref, plan.first_step(b, h, 0) + pl.program_id(2))
+    step = plan.read(b, h, 0, pl.program_id(2), coordinates_ref, flags_ref)
 
     @pl.when(step.has(FIRST))
     def _start():
@@ -158,7 +131,7 @@ def _forward_kernel(
     def soften(unit: Any, product: jax.Array, *, masked: bool) -> tuple[jax.Array, jax.Array]:
         """The factor for what was accumulated before [1, tile_q], and the weights of this tile [tile_k, tile_q]."""
         keys, queries = unit
-        logits, _ = logits_tile(tiling, product, refs, step, keys, queries, masked=masked)
+        logits, _ = logits_tile(plan, product, refs, step, keys, queries, masked=masked)
         before = max_scratch[:, queries]  # [1, tile_q]
         row_max = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))
         alpha = jnp.exp2(before - row_max)
@@ -175,7 +148,7 @@ def _forward_kernel(
     def add_tiles(units: list[Any], masked: bool) -> None:
         pipelined(units, products, functools.partial(soften, masked=masked), add_values)
 
-    for_tiles(tiling, step, add_tiles)
+    for_tiles(plan, step, add_tiles)
 
     @pl.when(step.has(LAST))
     def _finish():
@@ -186,7 +159,8 @@ def _forward_kernel(
         statistics_ref[1:2, :] = total
 
 
-def _declaration(call: AttentionCall, config: AttentionTpuForward, plan: Schedule) -> Kernel:
+def _declaration(plan: Plan) -> Kernel:
+    call, config = plan.call, plan.config
     (b, t, h, d), (_, _, _, dv) = call.q.shape, call.v.shape
     block_q, block_k, dtype = config.block_q, config.block_k, call.q.dtype
     d_lanes, dv_lanes, padded_t = whole_lanes(d), whole_lanes(dv), pl.cdiv(t, block_q) * block_q
@@ -194,71 +168,57 @@ def _declaration(call: AttentionCall, config: AttentionTpuForward, plan: Schedul
     def at(choose: Any) -> Any:
         """An index map from a function of batch, head, block of q, block of k and number of contents."""
 
-        def index(b: Any, h: Any, n: Any, coordinates_ref: Any, flags_ref: Any) -> tuple[Any, ...]:
-            step = Step.read(coordinates_ref, flags_ref, plan.first_step(b, h, 0) + n)
+        def index(b: Any, h: Any, n: Any, *refs: Any) -> tuple[Any, ...]:
+            step = plan.read(b, h, 0, n, *refs)
             return choose(b, h, step.i, step.j, step.content)
 
         return index
 
-    def kv_head(h: Any) -> Any:
-        # Not //, which also lowers to the sign of its operands, and that only where a TPU is attached.
-        return jax.lax.div(h, jnp.int32(call.group))
+    def of_queries(width: int) -> Block:
+        return Block((None, block_q, width), dtype, at(lambda b, h, i, j, c: (b, i, h)))
 
+    def of_keys(width: int) -> Block:
+        # Not //, which also lowers to the sign of its operands, and that only where a TPU is attached.
+        index = at(lambda b, h, i, j, c: (b, j, jax.lax.div(h, jnp.int32(call.group))))
+        return Block((None, block_k, width), dtype, index)
+
+    statistics = Block((None, None, 2, block_q), jnp.float32, at(lambda b, h, i, j, c: (b, h, 0, i)))
     row = pltpu.VMEM((1, block_q), jnp.float32)
     return Kernel(
         name="flash_attention_forward",
         grid={"batch": Axis(b, "parallel"), "head": Axis(h, "parallel"), "step": Axis(plan.steps)},
         prefetched=("coordinates", "flags"),
         inputs={
-            "q": Block((None, block_q, d_lanes), dtype, at(lambda b, h, i, j, c: (b, i, h))),
-            "k": Block((None, block_k, d_lanes), dtype, at(lambda b, h, i, j, c: (b, j, kv_head(h)))),
-            "v": Block((None, block_k, dv_lanes), dtype, at(lambda b, h, i, j, c: (b, j, kv_head(h)))),
-            **logit_blocks(call, config, at),
+            "q": of_queries(d_lanes),
+            "k": of_keys(d_lanes),
+            "v": of_keys(dv_lanes),
+            **plan.logit_blocks(at),
             "sinks": None if call.sinks is None else Block((h,), jnp.float32, memory=pltpu.SMEM),
         },
         outputs={
-            "out": Output(
-                (b, padded_t, h * dv_lanes),
-                Block((None, block_q, dv_lanes), dtype, at(lambda b, h, i, j, c: (b, i, h))),
-            ),
-            "statistics": Output(
-                (b, h, 2, padded_t),
-                Block((None, None, 2, block_q), jnp.float32, at(lambda b, h, i, j, c: (b, h, 0, i))),
-            ),
+            "out": Output((b, padded_t, h * dv_lanes), of_queries(dv_lanes)),
+            "statistics": Output((b, h, 2, padded_t), statistics),
         },
-        scratch={
-            "max_scratch": row,
-            "total_scratch": row,
-            "acc_scratch": pltpu.VMEM((dv_lanes, block_q), jnp.float32),
-        },
+        scratch={"max_scratch": row, "total_scratch": row, "acc_scratch": pltpu.VMEM((dv_lanes, block_q), jnp.float32)},
     )
 
 
-def _memory(call: AttentionCall, launch: Launch) -> dict[str, int]:
-    config: AttentionTpuForward = launch.config
+def _vmem_bytes(plan: Plan) -> int:
+    call, config = plan.call, plan.config
     tile = config.tile_q * config.tile_k * (3 * _FLOAT32_BYTES + 2 * call.q.dtype.itemsize)
     transposed_out = config.block_q * whole_lanes(call.v.shape[3]) * _FLOAT32_BYTES
-    kernel = _declaration(call, config, schedule(call, config))
-    return {"forward": kernel.vmem_bytes(temporaries=tile + transposed_out)}
+    return _declaration(plan).vmem_bytes(temporaries=tile + transposed_out)
 
 
 def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], SavedRows]:
     config: AttentionTpuForward = launch.config
     (b, t, h, d), dv, itemsize = call.q.shape, call.v.shape[3], call.q.dtype.itemsize
-    tiling, plan, steps = plan_blocks(call, config)
+    plan = Plan(call, config)
     sinks = {} if call.sinks is None else {"sinks": call.sinks.astype(jnp.float32)}
     pairs = b * h * plan.steps * config.block_q * config.block_k
-    outputs = _declaration(call, config, plan).run(
-        functools.partial(_forward_kernel, tiling=tiling, plan=plan),
-        {
-            "coordinates": jnp.asarray(steps.coordinates),
-            "flags": jnp.asarray(steps.flags),
-            "q": by_lanes(call.q, config.block_q),
-            "k": by_lanes(call.k, config.block_k),
-            "v": by_lanes(call.v, config.block_k),
-            **logit_arrays(call, config),
-            **sinks,
-        },
+    outputs = _declaration(plan).run(
+        functools.partial(_forward_kernel, plan=plan),
+        plan.arrays() | sinks,
         chip=launch.chip,
         cost=pl.CostEstimate(
             flops=2 * pairs * (d + dv),
@@ -273,9 +233,10 @@ def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[
 
 FORWARD = Pass(
     run=_forward,
+    saved=SAVED_AXES,
     config=AttentionTpuForward,
     heuristic=_choose,
-    unsupported_reason=_unsupported_reason,
-    memory=_memory,
+    unsupported_reason=lambda call, launch: not_float64(call.q) or Plan(call, launch.config).misfit(),
+    memory=lambda call, launch: {"forward": _vmem_bytes(Plan(call, launch.config))},
     memory_fields="a smaller block_q or block_k",
 )

@@ -86,6 +86,8 @@ from tilewright.pallas.gpu.wgmma import not_bfloat16
 _LARGEST_KEY = 128
 # Tokens of a split, and splits of a sequence, below which the second pass costs more than it saves.
 _LEAST_SPLIT_TOKENS, _LEAST_SPLITS = 512, 3
+_BY_HEAD, _BY_TOKEN = ("gates", "inverse", "decay", "p", "states", "u"), ("q_in", "k_in", "k_out")
+_SAVED_AXES = dict.fromkeys(_BY_HEAD, "B HV") | dict.fromkeys(_BY_TOKEN, "B . HV")
 
 
 def _unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
@@ -97,9 +99,7 @@ def _unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
 
 
 def _forward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleSm90Forward:
-    """Thread blocks that fill the chip about once: narrow ones where wide ones are few, splits where narrow ones
-    are.
-    """
+    """Thread blocks that fill the chip about once: narrow ones where wide ones are few, else splits of the sequence."""
     (b, t), (hv, v) = call.q.shape[:2], call.v.shape[2:]
     tiles = pl.cdiv(v, TILE)
     widest = min(tiles, SM90_STATES)
@@ -121,7 +121,7 @@ def _forward_memory(call: DeltaRuleCall, launch: Launch) -> dict[str, int]:
     return {
         "score" if per_channel else "inverse": smem_bytes(chunk),
         "split start": smem_bytes(split_t.scratch(sizes.depth)),
-        **sm90_states.memory(sizes, config, per_channel=per_channel),
+        **sm90_states.memory(call, config),
     }
 
 
@@ -138,33 +138,27 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
         gates = head_gates(call)
         chunks = {"inverse": inverses(k, gates, sizes), "gates": gates}
         operands = {"q": q, "k": k, "v": v, **chunks}
-    initial = transposed_states(call.initial_state, config.block_v)
-    outputs = pass_states(operands, initial, sizes, config, scale=call.scale, save=save)
+    outputs = pass_states(call, launch, operands, save=save)
     saved = chunks | {"states": outputs["states"], "u": outputs["u"]} if save else None
     return (outputs["o"][:, :t, :, :width], from_transposed(outputs["final"], call)), saved
 
 
 def _backward_memory(call: DeltaRuleCall, launch: Launch) -> dict[str, int]:
     config: DeltaRuleSm90Backward = launch.config
-    sizes, per_channel = Sizes.of(call, config.block_v), call.gate == "channel"
-    if per_channel:
-        gradients = {
-            "product": sm90_channel_gradients.products_scratch(sizes, config),
-            "pair": sm90_channel_gradients.pairs_scratch(),
-        }
+    sizes, kernels = Sizes.of(call, config.block_v), {"reverse": sm90_reverse.scratch(call, config)}
+    if call.gate == "channel":
+        kernels["product"] = sm90_channel_gradients.products_scratch(sizes, config)
+        kernels["pair"] = sm90_channel_gradients.pairs_scratch()
     else:
-        gradients = {"gradient": sm90_gradients.scratch(sizes, config, gated=call.g is not None)}
-    return {
-        **sm90_reverse.memory(sizes, config, per_channel=per_channel),
-        **{name: smem_bytes(scratch) for name, scratch in gradients.items()},
-    }
+        kernels["gradient"] = sm90_gradients.scratch(sizes, config, gated=call.g is not None)
+    return {name: smem_bytes(scratch) for name, scratch in kernels.items()}
 
 
 def _backward(call: DeltaRuleCall, saved: dict[str, jax.Array], cotangents: Any, launch: Launch) -> DeltaRuleCall:
     config: DeltaRuleSm90Backward = launch.config
-    sizes, (t, depth), width = Sizes.of(call, config.block_v), (call.q.shape[1], call.q.shape[3]), call.v.shape[3]
+    (t, depth), width = (call.q.shape[1], call.q.shape[3]), call.v.shape[3]
     # Each pass pads V to whole blocks of its own. What is beyond the narrower one is zeros in the other.
-    tiles = min(sizes.width, saved["states"].shape[3]) // TILE
+    tiles = min(Sizes.of(call, config.block_v).width, saved["states"].shape[3]) // TILE
     q, k = padded_keys(call.q), padded_keys(call.k)
     d_o = padded(in_chunks(cotangents[0]), 3, config.block_v)
     d_final = transposed_states(cotangents[1], config.block_v)
@@ -172,19 +166,15 @@ def _backward(call: DeltaRuleCall, saved: dict[str, jax.Array], cotangents: Any,
         operands = _in_order(saved | {"d_o": d_o}, "q_in", "k_in", "k_out", "d_o", "inverse", "p", "decay")
     else:
         operands = {"q": q, "k": k, "d_o": d_o, "inverse": saved["inverse"], "gates": saved["gates"]}
-    passed = pass_gradients(operands, d_final, sizes, config, scale=call.scale)
+    passed = pass_gradients(call, launch, operands, d_final)
     values = _in_order({"d_o": d_o, **saved, **passed}, "d_o", "d_v", "u", "states", "d_states")
     if call.gate == "channel":
         keys = {"q": q, "k": k, "g": channel_gates(call), "beta": per_chunk(in_chunks(call.beta))}
-        d_q, d_k, d_beta, d_g = channel_gate_gradients(
-            keys, values, saved["decay"], sizes, tiles, config, launch.chip, scale=call.scale
-        )
+        d_q, d_k, d_beta, d_g = channel_gate_gradients(call, launch, keys, values, saved["decay"], tiles)
         d_g = d_g[:, :t, :, :depth]
     else:
-        inputs, gated = {"q": q, "k": k, **values, "gates": saved["gates"]}, call.g is not None
-        d_q, d_k, d_beta, d_g = head_gate_gradients(
-            inputs, sizes, tiles, config, launch.chip, scale=call.scale, gated=gated
-        )
+        inputs = {"q": q, "k": k, **values, "gates": saved["gates"]}
+        d_q, d_k, d_beta, d_g = head_gate_gradients(call, launch, inputs, tiles)
         d_g = None if d_g is None else per_token(d_g, t)
     if d_g is not None and call.resets is not None:
         starts = call.resets.astype(bool).reshape(*call.resets.shape, *(1,) * (d_g.ndim - 2))
@@ -206,6 +196,7 @@ def _in_order(arrays: dict[str, jax.Array], *names: str) -> dict[str, jax.Array]
 IMPLEMENTATION = Implementation(
     forward=Pass(
         run=_forward,
+        saved=_SAVED_AXES,
         config=DeltaRuleSm90Forward,
         heuristic=_forward_heuristic,
         unsupported_reason=_unsupported_reason,

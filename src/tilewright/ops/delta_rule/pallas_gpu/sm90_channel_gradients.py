@@ -33,24 +33,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.chip import Chip
+from tilewright.core.implementation import Launch
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward
 from tilewright.ops.delta_rule.gates import LOWEST_GATE
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import LARGEST_EXPONENT, PairLevel, any_too_low, sums_of_gates
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gradients import SIDES, ValueTiles
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
-    HI,
-    LO,
     REGISTERS,
     SQUARE,
     TILE,
     Sizes,
+    bf16x3_product,
+    bfloat16_array,
     bfloat16_tile,
+    float32_array,
+    float32_buffer,
     keep_order,
     load,
     load_in_register_order,
     load_transposed,
+    loop,
     positions,
     query_head,
     store_hi_lo,
@@ -60,7 +64,6 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
 from tilewright.pallas.gpu.kernel import compiler_params, processors, run_kernel
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
-    BF16X3,
     LOG2_E,
     load_along_columns,
     load_along_rows,
@@ -87,9 +90,8 @@ def _products_kernel(
     pairs_ref,  # [B, HV, chunks, SIDES, C, C]
     ends_ref,  # [B, HV, chunks, K]: S . dS'
     # scratch
-    value_tiles, u_tiles, state_tiles, d_state_tiles,  # `ValueTiles`
+    value_tiles: Pipeline,  # `ValueTiles`
     end_tiles,  # [SIDES, 64]
-    full, empty,
     # static
     sizes: Sizes,
     tiles: int,
@@ -101,8 +103,7 @@ def _products_kernel(
     side = lax.axis_index("warpgroup")
     scheduler = RoundRobin(sizes.b * sizes.hv * sizes.chunks, blocks, block)
     count = scheduler.count
-    pipeline = Pipeline(config.gradient_stages, full, empty)
-    values = ValueTiles(pipeline, tiles, depth_tiles, value_tiles, u_tiles, state_tiles, d_state_tiles)
+    values = ValueTiles(value_tiles, tiles, depth_tiles)
 
     def coordinates(index: Any) -> tuple[Any, Any, Any]:
         """Batch, head and chunk."""
@@ -114,13 +115,11 @@ def _products_kernel(
     def _produce():
         plgpu.set_max_registers(REGISTERS - SIDES * config.gradient_registers, action="decrease")
 
-        def one_chunk(index: Any, carry: tuple[()]) -> tuple[()]:
+        @loop(count)
+        def _one_chunk(index: Any) -> None:
             b, hv, n = coordinates(index)
             where = b, hv, n, pl.ds(n * CHUNK, CHUNK)
             values.copy(index, where, (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
-            return carry
-
-        lax.fori_loop(0, count, one_chunk, ())
 
     @pl.when(side < SIDES)
     def _compute():
@@ -134,7 +133,8 @@ def _products_kernel(
             plgpu.commit_smem()  # These were plain loads: copies into the stage have to come after them.
             return summed
 
-        def one_chunk(index: Any, carry: tuple[()]) -> tuple[()]:
+        @loop(count)
+        def _one_chunk(index: Any) -> None:
             b, hv, n = coordinates(index)
             do_s, dv_s, u_ds, pairs, ends = values.products(index, opaque_zero(index), d, side, state_product)
             i, j = positions()
@@ -151,19 +151,11 @@ def _products_kernel(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(end_tiles.at[side], ends_ref.at[b, hv, n, pl.ds(d * TILE, TILE)])
 
-            return carry
-
-        lax.fori_loop(0, count, one_chunk, ())
         plgpu.wait_smem_to_gmem(0)
 
 
 def products_scratch(sizes: Sizes, config: DeltaRuleSm90Backward) -> dict[str, Any]:
-    stages, depth_tiles = config.gradient_stages, sizes.depth_tiles
-    return {
-        **ValueTiles.scratch(stages, depth_tiles),
-        "end_tiles": plgpu.SMEM((SIDES, TILE), jnp.float32),
-        **ValueTiles.barriers(stages, depth_tiles),
-    }
+    return {"value_tiles": ValueTiles.scratch(sizes, config), "end_tiles": float32_buffer(SIDES, TILE)}
 
 
 def _pairs_kernel(
@@ -219,9 +211,8 @@ def _pairs_kernel(
         return lowest, any_too_low(lowest, sum_tile)
 
     in_chunk, too_low = lowest_exponents(0, 0)
-    in_block, too_low_in_block = lax.fori_loop(
-        0, too_low, lambda once, _: lowest_exponents(once, 1), (in_chunk, jnp.int32(0))
-    )
+    none = in_chunk, jnp.int32(0)
+    in_block, too_low_in_block = lax.fori_loop(0, too_low, lambda once, _: lowest_exponents(once, 1), none)
     plgpu.barrier_wait(full)
 
     def one_level(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -248,16 +239,8 @@ def _pairs_kernel(
             store_hi_lo(pairs_hi_lo, split_hi_lo(jnp.where(mask, pairs, 0.0)))
             plgpu.commit_smem()
 
-            def add_rows(sum_: Accumulator) -> None:
-                for one, another in BF16X3:
-                    sum_.add(pairs_hi_lo.at[(HI, LO)[one]], columns.at[(HI, LO)[another]])
-
-            def add_columns(sum_: Accumulator) -> None:
-                for one, another in BF16X3:
-                    sum_.add(transposed(pairs_hi_lo.at[(HI, LO)[one]]), rows.at[(HI, LO)[another]])
-
-            of_rows = of_rows + by_row * product(SQUARE, add_rows)
-            of_columns = of_columns + by_column * product(SQUARE, add_columns)
+            of_rows = of_rows + by_row * bf16x3_product(pairs_hi_lo, columns)
+            of_columns = of_columns + by_column * bf16x3_product(pairs_hi_lo, rows, left=transposed)
             plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
             # Queries and keys take turns: after two iterations each is in its place again.
             return other, of_rows, of_columns
@@ -320,58 +303,53 @@ def pairs_scratch() -> dict[str, Any]:
         "pair_tiles": bfloat16_tile(1, 2 * CHUNK, CHUNK),
         "row_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
         "column_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
-        "beta_tile": plgpu.SMEM((CHUNK,), jnp.float32),
-        "end_tile": plgpu.SMEM((TILE,), jnp.float32),
-        "sum_tile": plgpu.SMEM((CHUNK,), jnp.float32),
+        "beta_tile": float32_buffer(CHUNK),
+        "end_tile": float32_buffer(TILE),
+        "sum_tile": float32_buffer(CHUNK),
         "full": plgpu.Barrier(num_arrivals=4),
     }
 
 
 def channel_gate_gradients(
+    call: DeltaRuleCall,
+    launch: Launch,
     keys: dict[str, jax.Array],
     values: dict[str, jax.Array],
     decay: jax.Array,
-    sizes: Sizes,
     tiles: int,
-    config: DeltaRuleSm90Backward,
-    chip: Chip,
-    *,
-    scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """dq and dk [B, T, H, K], dbeta [B, HV, chunks, C], and dg [B, T, HV, K].
 
     `keys` are q, k, g and beta, `values` the inputs of `_products_kernel`, `decay` the exp(G_C) of each chunk. `tiles`
     are the tiles of 64 value channels to sum over.
     """
+    config = launch.config
+    sizes = Sizes.of(call, config.block_v)
     b, t, hv, chunks, depth_tiles = sizes.b, sizes.t, sizes.hv, sizes.chunks, sizes.depth_tiles
-
-    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
     made = run_kernel(
-        functools.partial(_products_kernel, sizes=sizes, tiles=tiles, config=config, scale=scale),
+        functools.partial(_products_kernel, sizes=sizes, tiles=tiles, config=config, scale=call.scale),
         name="kda_products",
         inputs=values,
         outputs={
-            "through": array(jnp.float32, b, hv, chunks, depth_tiles, 3, CHUNK, TILE),
-            "pairs": array(jnp.float32, b, hv, chunks, SIDES, *SQUARE),
-            "ends": array(jnp.float32, b, hv, chunks, sizes.depth),
+            "through": float32_array(b, hv, chunks, depth_tiles, 3, CHUNK, TILE),
+            "pairs": float32_array(b, hv, chunks, SIDES, *SQUARE),
+            "ends": float32_array(b, hv, chunks, sizes.depth),
         },
         scratch=products_scratch(sizes, config),
-        grid={"block": min(b * hv * chunks, processors(chip))},
+        grid={"block": min(b * hv * chunks, processors(launch.chip))},
         warpgroups=1 + SIDES,
         params=compiler_params(automatic_barriers=True),
     )
-    per_head = array(jnp.bfloat16 if sizes.group == 1 else jnp.float32, b, t, hv, sizes.depth)
+    per_head = (bfloat16_array if sizes.group == 1 else float32_array)(b, t, hv, sizes.depth)
     gradients = run_kernel(
         functools.partial(_pairs_kernel, group=sizes.group),
         name="kda_pairs",
-        inputs={**keys, "through": made["through"], "pairs": made["pairs"], "ends": decay * made["ends"]},
+        inputs={**keys, **made, "ends": decay * made["ends"]},
         outputs={
             "d_q": per_head,
             "d_k": per_head,
-            "d_g": array(jnp.float32, b, t, hv, sizes.depth),
-            "d_beta": array(jnp.float32, b, hv, chunks, depth_tiles, CHUNK),
+            "d_g": float32_array(b, t, hv, sizes.depth),
+            "d_beta": float32_array(b, hv, chunks, depth_tiles, CHUNK),
         },
         scratch=pairs_scratch(),
         grid={"depth": depth_tiles, "chunk": chunks, "head": hv, "batch": b},

@@ -21,17 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.gates import LOWEST_GATE, coarse_and_fine
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
-    BETA,
     CHUNK,
-    COARSE,
-    DECAY_ALL,
-    DECAY_IN,
-    DECAY_OUT,
-    FINE,
-    GATE_ROWS,
     SQUARE,
     TILE,
+    Row,
     bfloat16_tile,
+    float32_array,
     in_chunks,
     per_chunk,
     positions,
@@ -54,7 +49,7 @@ def _gates_kernel(
     beta_ref,  # [chunks, C]
     g_ref,  # [chunks, C], or None
     # outputs
-    gates_ref,  # [chunks, GATE_ROWS, C]
+    gates_ref,  # [chunks, Row.COUNT, C]
     # scratch
     ones,  # [C, C]
 ):
@@ -71,12 +66,12 @@ def _gates_kernel(
         store(gates_ref.at[rows, row], value)
 
     beta = read(beta_ref)
-    write(BETA, beta)
+    write(Row.BETA, beta)
     if g_ref is None:
-        for row, value in ((COARSE, constant(0.0)), (FINE, constant(0.0)), (DECAY_IN, constant(1.0))):
+        for row, value in ((Row.COARSE, constant(0.0)), (Row.FINE, constant(0.0)), (Row.DECAY_IN, constant(1.0))):
             write(row, value)
-        write(DECAY_OUT, beta)
-        write(DECAY_ALL, constant(1.0))
+        write(Row.DECAY_OUT, beta)
+        write(Row.DECAY_ALL, constant(1.0))
         return
     i, j = positions()
     ones[...] = jnp.where(i <= j, 1.0, 0.0).astype(jnp.bfloat16)
@@ -97,15 +92,15 @@ def _gates_kernel(
 
     g = jnp.maximum(read(g_ref), LOWEST_GATE)
     (coarse, fine), (all_coarse, all_fine) = (coarse_and_fine(g, function) for function in (sums, totals))
-    write(COARSE, coarse)
-    write(FINE, fine)
-    write(DECAY_IN, jnp.exp(coarse + fine))
-    write(DECAY_OUT, beta * jnp.exp((all_coarse - coarse) + (all_fine - fine)))
-    write(DECAY_ALL, jnp.exp(all_coarse + all_fine))
+    write(Row.COARSE, coarse)
+    write(Row.FINE, fine)
+    write(Row.DECAY_IN, jnp.exp(coarse + fine))
+    write(Row.DECAY_OUT, beta * jnp.exp((all_coarse - coarse) + (all_fine - fine)))
+    write(Row.DECAY_ALL, jnp.exp(all_coarse + all_fine))
 
 
 def head_gates(call: DeltaRuleCall) -> jax.Array:
-    """The gates of each chunk, [B, HV, chunks, GATE_ROWS, C] float32."""
+    """The gates of each chunk, [B, HV, chunks, Row.COUNT, C] float32."""
     g, beta = call.g, call.beta
     if call.resets is not None:
         g = jnp.where(call.resets[:, :, None], LOWEST_GATE, jnp.zeros_like(beta) if g is None else g)
@@ -119,11 +114,11 @@ def head_gates(call: DeltaRuleCall) -> jax.Array:
         _gates_kernel,
         name="delta_rule_gates",
         inputs={"beta": beta_rows, "g": g_rows},
-        outputs={"gates": jax.ShapeDtypeStruct((count, GATE_ROWS, CHUNK), jnp.float32)},
+        outputs={"gates": float32_array(count, Row.COUNT, CHUNK)},
         scratch={"ones": bfloat16_tile(*SQUARE)},
         grid={"block": count // CHUNK},
     )["gates"]
-    return gates[: math.prod(leading)].reshape(*leading, GATE_ROWS, CHUNK)
+    return gates[: math.prod(leading)].reshape(*leading, Row.COUNT, CHUNK)
 
 
 def channel_gates(call: DeltaRuleCall) -> jax.Array:
@@ -136,9 +131,7 @@ def channel_gates(call: DeltaRuleCall) -> jax.Array:
 
 
 def sums_of_gates(g_hi_lo: Any, mask: jax.Array) -> jax.Array:
-    """The sums [C, 64] of the gates of those tokens j that the mask [C, C] has for i. `g_hi_lo` is their bf16x2
-    tile.
-    """
+    """The sums [C, 64] of the gates, a bf16x2 tile, of those tokens j that the mask [C, C] has for i."""
     ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
     return product(SQUARE, lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), g_hi_lo))
 
@@ -185,9 +178,7 @@ class PairLevel:
         return (j >= jnp.where(upward, start, i + 1)) & (j < jnp.where(upward, i + 1, start + self.size))
 
     def pairs(self, i: jax.Array, j: jax.Array, in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
-        """The pairs [C, C] of this level, by each row's lowest exponents from the chunk's and from its block's
-        start.
-        """
+        """The pairs [C, C] of this level, by each row's lowest exponents from the start of the chunk and its block."""
         in_chunk, in_block = (jnp.where(lowest < -LARGEST_EXPONENT, 1, 0) for lowest in (in_chunk, in_block))
         # A row that decayed too far in its block has done so in the chunk, but for positive gates before it.
         of_decayed = jnp.where(self.level == 1, 1 - in_block, jnp.where(self.level > _BETWEEN, in_block, 1))

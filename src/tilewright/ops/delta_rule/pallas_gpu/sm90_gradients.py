@@ -30,29 +30,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tilewright.core.chip import Chip
+from tilewright.core.implementation import Launch
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
-    BETA,
     CHUNK,
-    COARSE,
-    DECAY_ALL,
-    DECAY_IN,
-    DECAY_OUT,
-    FINE,
-    GATE_ROWS,
     HI_LO,
     REGISTERS,
     SQUARE,
     TILE,
+    Row,
     Sizes,
+    bfloat16_array,
     bfloat16_tile,
     decay,
     fence_interpreted_load,
+    float32_array,
+    float32_buffer,
+    loop,
     positions,
 )
 from tilewright.pallas.gpu.kernel import compiler_params, processors, run_kernel
-from tilewright.pallas.gpu.pipeline import Pipeline, pipeline_barriers
+from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
     WGMMA,
     load_along_columns,
@@ -81,45 +80,38 @@ class ValueTiles:
     tiles: int
     """Tiles of value channels per chunk."""
     depth_tiles: int
-    # scratch, [stages, ...]
-    values: Any  # [2, C, V]: dO, dv
-    u: Any  # [2, V, C]
-    states: Any  # [depth_tiles, V, K]
-    d_states: Any  # [2, depth_tiles, V, K]
 
     @staticmethod
-    def scratch(stages: int, depth_tiles: int) -> dict[str, Any]:
-        return {
-            "value_tiles": bfloat16_tile(stages, 2, *SQUARE),
-            "u_tiles": bfloat16_tile(stages, HI_LO, *SQUARE),
-            "state_tiles": bfloat16_tile(stages, depth_tiles, *SQUARE),
-            "d_state_tiles": bfloat16_tile(stages, HI_LO, depth_tiles, *SQUARE),
-        }
-
-    @staticmethod
-    def barriers(stages: int, depth_tiles: int) -> dict[str, Any]:
-        copies = 2 + HI_LO + depth_tiles * (1 + HI_LO)
-        return pipeline_barriers(stages, copies=copies, consumers=SIDES)
+    def scratch(sizes: Sizes, config: DeltaRuleSm90Backward) -> Pipeline:
+        stages, depth_tiles = config.gradient_stages, sizes.depth_tiles
+        return Pipeline.scratch(
+            stages,
+            copies=2 + HI_LO + depth_tiles * (1 + HI_LO),
+            consumers=SIDES,
+            values=bfloat16_tile(stages, 2, *SQUARE),  # [2, C, V]: dO, dv
+            u=bfloat16_tile(stages, HI_LO, *SQUARE),  # [2, V, C]
+            states=bfloat16_tile(stages, depth_tiles, *SQUARE),  # [depth_tiles, V, K]
+            d_states=bfloat16_tile(stages, HI_LO, depth_tiles, *SQUARE),  # [2, depth_tiles, V, K]
+        )
 
     def copy(self, index: Any, where: tuple[Any, Any, Any, Any], refs: tuple[Any, Any, Any, Any, Any]) -> None:
         """Copies the index-th chunk of this thread block, which is `where`: batch, value head, chunk and tokens."""
-        (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref) = where, refs
+        (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref), to = where, refs, self.pipeline
         for t in range(self.tiles):
             step = index * self.tiles + t
-            stage = self.pipeline.acquire(step)
+            stage = to.acquire(step)
             mine = pl.ds(t * TILE, TILE)
             copies = [
-                (d_o_ref.at[b, tokens, hv, mine], self.values.at[stage, 0]),
-                (d_v_ref.at[b, tokens, hv, mine], self.values.at[stage, 1]),
+                (d_o_ref.at[b, tokens, hv, mine], to.values.at[stage, 0]),
+                (d_v_ref.at[b, tokens, hv, mine], to.values.at[stage, 1]),
+                *((u_ref.at[b, hv, n, part, mine], to.u.at[stage, part]) for part in range(HI_LO)),
             ]
-            for part in range(HI_LO):
-                copies.append((u_ref.at[b, hv, n, part, mine], self.u.at[stage, part]))
             for d in range(self.depth_tiles):
                 keys = pl.ds(d * TILE, TILE)
-                copies.append((states_ref.at[b, hv, n, mine, keys], self.states.at[stage, d]))
+                copies.append((states_ref.at[b, hv, n, mine, keys], to.states.at[stage, d]))
                 for part in range(HI_LO):
-                    copies.append((d_states_ref.at[b, hv, n, part, mine, keys], self.d_states.at[stage, part, d]))
-            self.pipeline.copy(step, copies, stage=stage)
+                    copies.append((d_states_ref.at[b, hv, n, part, mine, keys], to.d_states.at[stage, part, d]))
+            to.copy(step, copies, stage=stage)
 
     def products(
         self, index: Any, zero: Any, d: Any, side: Any, state_product: Callable[[Any, Any], jax.Array] | None
@@ -130,27 +122,27 @@ class ValueTiles:
         """
 
         def add_values(do_s: Accumulator, dv_s: Accumulator, u_ds: Accumulator, pairs: Accumulator) -> Any:
-            sums = []
+            sums, tiles = [], self.pipeline
             issued = 5 + HI_LO  # By an iteration.
             for t in range(self.tiles):
-                stage = self.pipeline.stage(index * self.tiles + t) + zero
-                plgpu.barrier_wait(self.pipeline.full.at[stage])
-                d_o, d_v, state = self.values.at[stage, 0], self.values.at[stage, 1], self.states.at[stage, d]
-                u, d_states = self.u.at[stage], self.d_states.at[stage]
+                stage = tiles.stage(index * self.tiles + t) + zero
+                tiles.wait(index, stage=stage)
+                d_o, d_v, state = tiles.values.at[stage, 0], tiles.values.at[stage, 1], tiles.states.at[stage, d]
+                u, d_states = tiles.u.at[stage], tiles.d_states.at[stage]
                 do_s.add(d_o, state)  # [C, V] [V, K]
                 dv_s.add(d_v, state)
                 u_ds.add(transposed(u.at[0]), d_states.at[0, d])
                 u_ds.add(transposed(u.at[0]), d_states.at[1, d])
                 u_ds.add(transposed(u.at[1]), d_states.at[0, d])
                 for part in range(HI_LO):
-                    pairs.add(self.values.at[stage, side], u.at[part])  # [C, V] [V, C]
+                    pairs.add(tiles.values.at[stage, side], u.at[part])  # [C, V] [V, C]
                 if state_product is not None:
                     sums.append(state_product(state, d_states.at[0, d]))
                 if t > 0:
                     wait_for_products(issued)
-                    self.pipeline.release(index * self.tiles + t - 1)
+                    tiles.release(index * self.tiles + t - 1)
             wait_for_products(0)
-            self.pipeline.release(index * self.tiles + self.tiles - 1)
+            tiles.release(index * self.tiles + self.tiles - 1)
             return (functools.reduce(jnp.add, sums),) if sums else ()
 
         return products((SQUARE,) * 4, add_values)
@@ -168,18 +160,19 @@ def _gradient_kernel(
     u_ref,  # [B, HV, chunks, 2, V, C]
     states_ref,  # [B, HV, chunks, V, K]
     d_states_ref,  # [B, HV, chunks, 2, V, K]
-    gates_ref,  # [B, HV, chunks, GATE_ROWS, C]
+    gates_ref,  # [B, HV, chunks, Row.COUNT, C]
     # outputs
     d_q_ref, d_k_ref,  # [B, T, H, K]
     rows_ref,  # [B, HV, chunks, SIDES, 2 or 4, C]
     partial_ref,  # [blocks, SIDES, 2, C, 64]: dq and dk between the heads of a group
     # scratch
     qk_tiles,  # [2, depth_tiles, C, 64]
-    value_tiles, u_tiles, state_tiles, d_state_tiles,  # `ValueTiles`
+    value_tiles: Pipeline,  # `ValueTiles`
     pair_tiles,  # [SIDES, C, C]
-    gate_tiles,  # [2, GATE_ROWS, C]
+    qk_full, qk_empty,
+    gate_tiles: Pipeline,  # rows [Row.COUNT, C]
     row_tiles,  # [SIDES, 2 or 4, C]
-    full, empty, qk_full, qk_empty, gates_full, gates_empty, exchanged, finished,
+    exchanged, finished,
     # static
     sizes: Sizes,
     tiles: int,
@@ -192,9 +185,7 @@ def _gradient_kernel(
     side = lax.axis_index("warpgroup")
     scheduler = RoundRobin(sizes.b * sizes.h * sizes.chunks, blocks, block)
     count = scheduler.count
-    pipeline = Pipeline(config.gradient_stages, full, empty)
-    values = ValueTiles(pipeline, tiles, depth_tiles, value_tiles, u_tiles, state_tiles, d_state_tiles)
-    gates_pipeline = Pipeline(_GATE_STAGES, gates_full, gates_empty)
+    values = ValueTiles(value_tiles, tiles, depth_tiles)
 
     def coordinates(index: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Batch, query head, value head, chunk, and the head's number in its group."""
@@ -207,11 +198,11 @@ def _gradient_kernel(
     def _produce():
         plgpu.set_max_registers(REGISTERS - SIDES * config.gradient_registers, action="decrease")
 
-        def one_head(index: Any, carry: tuple[()]) -> tuple[()]:
+        @loop(count * group)
+        def _one_head(index: Any) -> None:
             b, h, hv, n, member = coordinates(index)
             tokens = pl.ds(n * CHUNK, CHUNK)
-            stage = gates_pipeline.acquire(index)
-            gates_pipeline.copy(index, [(gates_ref.at[b, hv, n], gate_tiles.at[stage])], stage=stage)
+            gate_tiles.fetch(index, rows=gates_ref.at[b, hv, n])
             values.copy(index, (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
 
             # After the values: those are needed first, and these wait until the chunk before is done.
@@ -222,10 +213,6 @@ def _gradient_kernel(
                     for d in range(depth_tiles):
                         source = ref.at[b, tokens, h, pl.ds(d * TILE, TILE)]
                         plgpu.copy_gmem_to_smem(source, qk_tiles.at[which, d], qk_full)
-
-            return carry
-
-        lax.fori_loop(0, count * group, one_head, ())
 
     @pl.when(side < SIDES)
     def _compute():
@@ -240,7 +227,8 @@ def _gradient_kernel(
             fence_interpreted_load()
             return summed
 
-        def one_head(index: Any, carry: tuple[()]) -> tuple[()]:
+        @loop(count * group)
+        def _one_head(index: Any) -> None:
             b, h, hv, n, member = coordinates(index)
             tokens = pl.ds(n * CHUNK, CHUNK)
             zero = opaque_zero(index)
@@ -248,26 +236,23 @@ def _gradient_kernel(
             do_s, dv_s, u_ds, pairs, *state_sums = values.products(
                 index, zero, d, side, state_product if gated else None
             )
-            gate_stage = gates_pipeline.stage(index)
-            gates = gate_tiles.at[gate_stage]
-            plgpu.barrier_wait(gates_full.at[gate_stage])
+            gate_stage = gate_tiles.wait(index)
+            gates = gate_tiles.rows.at[gate_stage]
             pl.when(member == 0)(lambda: plgpu.barrier_wait(qk_full))
             # The rows of the chunk before have been copied.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             # Through the states.
-            decay_in = load_along_rows(gates.at[DECAY_IN], SQUARE)
+            decay_in = load_along_rows(gates.at[Row.DECAY_IN], SQUARE)
             do_s, dv_s = do_s * (decay_in * scale), dv_s * decay_in
             k_tile = _load(keys)
             rows.at[_K_U_DS][...] = jnp.sum(k_tile * u_ds, axis=1) * own
-            d_q, d_k = do_s, u_ds * load_along_rows(gates.at[DECAY_OUT], SQUARE) - dv_s
+            d_q, d_k = do_s, u_ds * load_along_rows(gates.at[Row.DECAY_OUT], SQUARE) - dv_s
             if group > 1:
+                before = (partial_ref.at[block, side, which] for which in (0, 1))
                 d_q, d_k = (
-                    gradient + jnp.where(member > 0, plgpu.load(before, layout=WGMMA, optimized=False), 0.0)
-                    for gradient, before in (
-                        (d_q, partial_ref.at[block, side, 0]),
-                        (d_k, partial_ref.at[block, side, 1]),
-                    )
+                    gradient + jnp.where(member > 0, plgpu.load(ref, layout=WGMMA, optimized=False), 0.0)
+                    for gradient, ref in zip((d_q, d_k), before, strict=True)
                 )
             through_states = None
             if gated:
@@ -284,7 +269,7 @@ def _gradient_kernel(
             sign = jnp.where(side == 0, scale, -1.0)
             pairs = jnp.where(i - j >= side, pairs * decay(gates, i, j) * sign, 0.0)  # Y or Z
             scores = scores * pairs
-            beta = load_along_columns(gates.at[BETA], SQUARE)
+            beta = load_along_columns(gates.at[Row.BETA], SQUARE)
             if through_states is not None:
                 rows.at[_ROWS][...] = through_states + jnp.sum(scores * beta, axis=1)
 
@@ -308,7 +293,7 @@ def _gradient_kernel(
                 plgpu.barrier_arrive(exchanged)
                 plgpu.barrier_wait(exchanged)
                 d_q, d_k = accumulate((d_q, d_k), add_pairs)
-            gates_pipeline.release(index, stage=gate_stage)
+            gate_tiles.release(index, stage=gate_stage)
 
             def add_columns() -> None:
                 rows.at[_COLUMNS][...] = jnp.sum(scores, axis=0)
@@ -339,9 +324,7 @@ def _gradient_kernel(
                 pl.when(member < last)(store_partial)
             pl.when((member == last) & (side < depth_tiles))(store)
             pl.when(member == last)(lambda: plgpu.barrier_arrive(qk_empty))
-            return carry
 
-        lax.fori_loop(0, count * group, one_head, ())
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -350,19 +333,15 @@ def _row_count(gated: bool) -> int:
 
 
 def scratch(sizes: Sizes, config: DeltaRuleSm90Backward, *, gated: bool) -> dict[str, Any]:
-    stages, depth_tiles = config.gradient_stages, sizes.depth_tiles
-    gates = pipeline_barriers(_GATE_STAGES, copies=1, consumers=SIDES)
+    gates = float32_buffer(_GATE_STAGES, Row.COUNT, CHUNK)
     return {
-        "qk_tiles": bfloat16_tile(2, depth_tiles, *SQUARE),
-        **ValueTiles.scratch(stages, depth_tiles),
+        "qk_tiles": bfloat16_tile(2, sizes.depth_tiles, *SQUARE),
+        "value_tiles": ValueTiles.scratch(sizes, config),
         "pair_tiles": bfloat16_tile(SIDES, *SQUARE),
-        "gate_tiles": plgpu.SMEM((_GATE_STAGES, GATE_ROWS, CHUNK), jnp.float32),
-        "row_tiles": plgpu.SMEM((SIDES, _row_count(gated), CHUNK), jnp.float32),
-        **ValueTiles.barriers(stages, depth_tiles),
-        "qk_full": plgpu.Barrier(num_arrivals=2 * depth_tiles),
+        "qk_full": plgpu.Barrier(num_arrivals=2 * sizes.depth_tiles),
         "qk_empty": plgpu.Barrier(num_arrivals=SIDES),
-        "gates_full": gates["full"],
-        "gates_empty": gates["empty"],
+        "gate_tiles": Pipeline.scratch(_GATE_STAGES, copies=1, consumers=SIDES, rows=gates),
+        "row_tiles": float32_buffer(SIDES, _row_count(gated), CHUNK),
         "exchanged": plgpu.Barrier(num_arrivals=SIDES),
         "finished": plgpu.Barrier(num_arrivals=SIDES),
     }
@@ -370,14 +349,14 @@ def scratch(sizes: Sizes, config: DeltaRuleSm90Backward, *, gated: bool) -> dict
 
 def _gate_gradients(sums: jax.Array, gates: jax.Array, *, gated: bool) -> tuple[jax.Array, jax.Array | None]:
     """dbeta and dg, [B, HV, chunks, C] each, from the sums of the kernel."""
-    coarse, fine, beta = (gates[..., row, :] for row in (COARSE, FINE, BETA))
+    coarse, fine, beta = (gates[..., row, :] for row in (Row.COARSE, Row.FINE, Row.BETA))
     decay_out = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
     through_end = decay_out * sums[..., _K_U_DS, :]
     d_beta = through_end + sums[..., _COLUMNS, :]
     if not gated:
         return d_beta, None
     d_sums = sums[..., _ROWS, :] - beta * d_beta
-    last = jnp.sum(beta * through_end + gates[..., DECAY_ALL, :] * sums[..., _STATES, :], axis=-1, keepdims=True)
+    last = jnp.sum(beta * through_end + gates[..., Row.DECAY_ALL, :] * sums[..., _STATES, :], axis=-1, keepdims=True)
     d_sums = d_sums + jnp.where(jnp.arange(CHUNK) == CHUNK - 1, last, 0.0)
     # A gate is in the sums of its token and of all later ones.
     ones = jnp.tril(jnp.ones(SQUARE, d_sums.dtype))
@@ -385,32 +364,23 @@ def _gate_gradients(sums: jax.Array, gates: jax.Array, *, gated: bool) -> tuple[
 
 
 def head_gate_gradients(
-    inputs: dict[str, jax.Array],
-    sizes: Sizes,
-    tiles: int,
-    config: DeltaRuleSm90Backward,
-    chip: Chip,
-    *,
-    scale: float,
-    gated: bool,
+    call: DeltaRuleCall, launch: Launch, inputs: dict[str, jax.Array], tiles: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """dq and dk [B, T, H, K], dbeta and dg [B, HV, chunks, C]. `tiles` are the tiles of 64 value channels to sum
-    over.
-    """
-    blocks = min(sizes.b * sizes.h * sizes.chunks, processors(chip))
-    keys = jax.ShapeDtypeStruct((sizes.b, sizes.t, sizes.h, sizes.depth), jnp.bfloat16)
-    rows = (sizes.b, sizes.hv, sizes.chunks, SIDES, _row_count(gated), CHUNK)
-    # Partial sums of dq and dk between the heads of a group: registers have no room for them beside the rest.
-    partial = (blocks if sizes.group > 1 else 1, SIDES, 2, *SQUARE)
+    """dq and dk [B, T, H, K], dbeta and dg [B, HV, chunks, C]. `tiles`: the tiles of 64 value channels to sum over."""
+    config, gated = launch.config, call.g is not None
+    sizes = Sizes.of(call, config.block_v)
+    blocks = min(sizes.b * sizes.h * sizes.chunks, processors(launch.chip))
+    keys = bfloat16_array(sizes.b, sizes.t, sizes.h, sizes.depth)
     outputs = run_kernel(
-        functools.partial(_gradient_kernel, sizes=sizes, tiles=tiles, config=config, scale=scale, gated=gated),
+        functools.partial(_gradient_kernel, sizes=sizes, tiles=tiles, config=config, scale=call.scale, gated=gated),
         name="delta_rule_gradients",
         inputs=inputs,
         outputs={
             "d_q": keys,
             "d_k": keys,
-            "rows": jax.ShapeDtypeStruct(rows, jnp.float32),
-            "partial": jax.ShapeDtypeStruct(partial, jnp.float32),
+            "rows": float32_array(sizes.b, sizes.hv, sizes.chunks, SIDES, _row_count(gated), CHUNK),
+            # Partial sums of dq and dk between the heads of a group: registers have no room for them beside the rest.
+            "partial": float32_array(blocks if sizes.group > 1 else 1, SIDES, 2, *SQUARE),
         },
         scratch=scratch(sizes, config, gated=gated),
         grid={"block": blocks},

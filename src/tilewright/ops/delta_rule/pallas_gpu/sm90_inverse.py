@@ -24,15 +24,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
-    BETA,
     CHUNK,
-    GATE_ROWS,
     HI,
     LO,
     SQUARE,
+    Row,
     Sizes,
+    bfloat16_array,
     bfloat16_tile,
     decay,
+    float32_buffer,
     positions,
     query_head,
     store_hi_lo,
@@ -84,12 +85,12 @@ def _inverse_kernel(
     *,
     # inputs
     k_ref,  # [B, T, H, K]
-    gates_ref,  # [B, HV, chunks, GATE_ROWS, C]
+    gates_ref,  # [B, HV, chunks, Row.COUNT, C]
     # outputs
     inverse_ref,  # [B, HV, T, 2 C]: hi and lo side by side
     # scratch
     keys,  # [C, K]
-    gates,  # [GATE_ROWS, C]
+    gates,  # [Row.COUNT, C]
     lower_hi_lo, inverse_hi_lo,  # [2 C, C]
     full,
     # static
@@ -102,7 +103,7 @@ def _inverse_kernel(
     plgpu.barrier_wait(full)
     i, j = positions()
     kk = product(SQUARE, lambda sum_: sum_.add(keys, transposed(keys)))  # [C, C]
-    lower = jnp.where(i > j, kk * decay(gates, i, j) * load_along_columns(gates.at[BETA], SQUARE), 0.0)
+    lower = jnp.where(i > j, kk * decay(gates, i, j) * load_along_columns(gates.at[Row.BETA], SQUARE), 0.0)
     store_hi_lo(inverse_hi_lo, split_hi_lo(invert(lower, i, j, lower_hi_lo, inverse_hi_lo)))
     plgpu.commit_smem()
     for part in (HI, LO):
@@ -113,7 +114,7 @@ def _inverse_kernel(
 def scratch(sizes: Sizes) -> dict[str, Any]:
     return {
         "keys": bfloat16_tile(CHUNK, sizes.depth),
-        "gates": plgpu.SMEM((GATE_ROWS, CHUNK), jnp.float32),
+        "gates": float32_buffer(Row.COUNT, CHUNK),
         "lower_hi_lo": bfloat16_tile(2 * CHUNK, CHUNK),
         "inverse_hi_lo": bfloat16_tile(2 * CHUNK, CHUNK),
         "full": plgpu.Barrier(num_arrivals=2),
@@ -126,7 +127,7 @@ def inverses(k: jax.Array, gates: jax.Array, sizes: Sizes) -> jax.Array:
         functools.partial(_inverse_kernel, group=sizes.group),
         name="delta_rule_inverses",
         inputs={"k": k, "gates": gates},
-        outputs={"inverse": jax.ShapeDtypeStruct((sizes.b, sizes.hv, sizes.t, 2 * CHUNK), jnp.bfloat16)},
+        outputs={"inverse": bfloat16_array(sizes.b, sizes.hv, sizes.t, 2 * CHUNK)},
         scratch=scratch(sizes),
         grid={"chunk": sizes.chunks, "head": sizes.hv, "batch": sizes.b},
     )["inverse"]

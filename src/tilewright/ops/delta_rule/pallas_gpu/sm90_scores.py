@@ -53,7 +53,11 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     SQUARE,
     TILE,
     Sizes,
+    bf16x3_product,
+    bfloat16_array,
     bfloat16_tile,
+    float32_array,
+    float32_buffer,
     keep_order,
     load,
     positions,
@@ -63,7 +67,6 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
 )
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.registers import (
-    BF16X3,
     LOG2_E,
     WGMMA,
     load_along_columns,
@@ -72,7 +75,7 @@ from tilewright.pallas.gpu.registers import (
     split_hi_lo,
     transposed,
 )
-from tilewright.pallas.gpu.wgmma import Accumulator, product
+from tilewright.pallas.gpu.wgmma import product
 
 
 @dataclass(frozen=True)
@@ -134,21 +137,14 @@ def _scores_kernel(
             plgpu.commit_smem()
             more = product(SQUARE, lambda sum_: sum_.add(rows.at[k_rows], transposed(columns.at[HI])))  # [C, C]
             kk = kk + jnp.where(mask, more, 0.0)
-
-            def add_qk(sum_: Accumulator) -> None:
-                for one, another in BF16X3:
-                    sum_.add(rows.at[(HI, LO)[one]], transposed(columns.at[(HI, LO)[another]]))
-
-            more = product(SQUARE, add_qk)
+            more = bf16x3_product(rows, columns, right=transposed)
             plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
             return kk, qk + jnp.where(mask, more, 0.0)
 
         def add_level(
             d: Any, level: Any, exponents: tuple[jax.Array, jax.Array], sums: tuple[jax.Array, jax.Array]
         ) -> Any:
-            """Adds the scores of a `PairLevel` to the sums. Also returns the lowest exponent of each row, of this level
-            and of the first two.
-            """
+            """Adds a level's scores to the sums. Returns each row's lowest exponents too, of it and of the first two."""
             at, now = tiles_at(d + level), PairLevel.of(level)
             exponent = sums_of_gates(at.g_hi_lo, now.exponents(at.i, at.j))
             lowest = jnp.min(exponent, axis=1)
@@ -239,9 +235,9 @@ def scratch(side_by_side: int) -> dict[str, Any]:
         "g_tiles": bfloat16_tile(side_by_side, 2 * CHUNK, TILE),
         "row_tiles": bfloat16_tile(side_by_side, 3 * CHUNK, TILE),
         "column_tiles": bfloat16_tile(side_by_side, 2 * CHUNK, TILE),
-        "beta_tiles": plgpu.SMEM((side_by_side, CHUNK), jnp.float32),
-        "decay_tiles": plgpu.SMEM((side_by_side, TILE), jnp.float32),
-        "lowest_tiles": plgpu.SMEM((side_by_side, CHUNK), jnp.float32),
+        "beta_tiles": float32_buffer(side_by_side, CHUNK),
+        "decay_tiles": float32_buffer(side_by_side, TILE),
+        "lowest_tiles": float32_buffer(side_by_side, CHUNK),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=side_by_side),
     }
 
@@ -251,8 +247,7 @@ def scores(
 ) -> dict[str, jax.Array]:
     """`inverse`, `p`, `q_in`, `k_in`, `k_out` and `decay`, as the kernel's outputs are declared."""
     b, t, hv, depth = sizes.b, sizes.t, sizes.hv, sizes.depth
-    pairs = jax.ShapeDtypeStruct((b, hv, t, 2 * CHUNK), jnp.bfloat16)
-    keys = jax.ShapeDtypeStruct((b, t, hv, depth), jnp.bfloat16)
+    pairs, keys = bfloat16_array(b, hv, t, 2 * CHUNK), bfloat16_array(b, t, hv, depth)
     return run_kernel(
         functools.partial(_scores_kernel, chunks=sizes.chunks, side_by_side=side_by_side, group=sizes.group),
         name="kda_scores",
@@ -262,8 +257,8 @@ def scores(
             "p": pairs,
             "q_in": keys,
             "k_in": keys,
-            "k_out": jax.ShapeDtypeStruct((b, t, hv, 2 * depth), jnp.bfloat16),
-            "decay": jax.ShapeDtypeStruct((b, hv, sizes.chunks, depth), jnp.float32),
+            "k_out": bfloat16_array(b, t, hv, 2 * depth),
+            "decay": float32_array(b, hv, sizes.chunks, depth),
         },
         scratch=scratch(side_by_side),
         grid={"chunk": pl.cdiv(sizes.chunks, side_by_side), "head": hv, "batch": b},

@@ -7,7 +7,7 @@ A chunk, with operands scaled as S meets them, is
 A thread block has a head and up to 128 value channels, through one sequence split (split_t.py). A warpgroup carries the
 transposed state [64 channels, K] of its channels in registers, where it is the accumulator of one product and, split
 into bf16x2, the left operand of the next: nothing of the chain k S, u, S passes through shared memory. `_carry_state`
-is that chain. The two kernels differ in what surrounds it:
+is that chain. The two kinds of gates differ in what surrounds it:
 
 - one gate per head: decays are factors of rows and columns, so the operands are q and k themselves, once per query
   head. P and the outputs are computed by warpgroups of their own, which get S and u through shared memory: one beside
@@ -30,7 +30,7 @@ Tried and dropped, on an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128 unl
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,30 +40,36 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.core.implementation import Launch
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Forward
 from tilewright.ops.delta_rule.pallas_gpu.split_t import Columns, Splits, run_in_splits, states_for_ends
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
-    BETA,
     CHUNK,
-    DECAY_ALL,
-    DECAY_IN,
-    DECAY_OUT,
-    GATE_ROWS,
     HI,
     HI_LO,
     REGISTERS,
     SQUARE,
     TILE,
+    Block,
+    Plan,
+    Row,
     Sizes,
+    SplitTile,
     add_bf16x3,
+    bfloat16_array,
     bfloat16_tile,
     decay,
+    float32_array,
+    float32_buffer,
     load_transposed,
+    loop,
     positions,
     query_head,
+    transposed_states,
 )
 from tilewright.pallas.gpu.kernel import run_kernel, smem_bytes
-from tilewright.pallas.gpu.pipeline import Pipeline, pipeline_barriers
+from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
     BF16X3,
     WGMMA,
@@ -80,15 +86,11 @@ _WARPGROUPS = 3  # Of a thread block that computes outputs, with one gate per he
 _PRODUCER_REGISTERS = 24
 _MOST_REGISTERS = 240
 
-SplitTile = tuple[jax.Array, jax.Array]
-
 
 @dataclass(frozen=True)
-class _Plan:
+class _Plan(Plan):
     """What is static about a launch of the state kernel."""
 
-    per_channel: bool
-    sizes: Sizes
     config: DeltaRuleSm90Forward
     splits: Splits
     states: int
@@ -115,28 +117,54 @@ class _Plan:
     def outputs(self) -> dict[str, Any]:
         b, hv, width, depth = self.sizes.b, self.sizes.hv, self.sizes.width, self.sizes.depth
         count, chunks = self.splits.count, self.sizes.chunks
-
-        def array(when: bool, dtype: Any, *shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype) if when else None
-
-        return {
-            "o": array(not self.ends, jnp.bfloat16, b, self.sizes.t, hv, width),
-            "final": array(not self.ends, jnp.float32, b, hv, width, depth),
-            "states": array(self.save, jnp.bfloat16, b, hv, chunks, width, depth),
-            "u": array(self.save, jnp.bfloat16, b, hv, chunks, HI_LO, width, CHUNK),
-            "end": array(self.ends, jnp.float32, b, hv, count, width, depth),
-            "transition": array(self.ends, jnp.bfloat16, b, hv, count, HI_LO, depth, depth),
+        written = {
+            "o": bfloat16_array(b, self.sizes.t, hv, width),
+            "final": float32_array(b, hv, width, depth),
+            "states": bfloat16_array(b, hv, chunks, width, depth) if self.save else None,
+            "u": bfloat16_array(b, hv, chunks, HI_LO, width, CHUNK) if self.save else None,
         }
+        ended = {
+            "end": float32_array(b, hv, count, width, depth),
+            "transition": bfloat16_array(b, hv, count, HI_LO, depth, depth),
+        }
+        return dict.fromkeys(written) | ended if self.ends else written | dict.fromkeys(ended)
 
     @property
     def scratch(self) -> dict[str, Any]:
-        return (_channel_gate_scratch if self.per_channel else _head_gate_scratch)(self)
+        stages, states, depth, ends = self.config.stages, self.states, self.sizes.depth, self.ends
+        keys, values = bfloat16_tile(stages, CHUNK, depth), bfloat16_tile(stages, states, CHUNK, TILE)
+        inverse = bfloat16_tile(stages, CHUNK, 2 * CHUNK)
+        pipeline = functools.partial(Pipeline.scratch, stages, copies=(3 if ends else 4) + states, consumers=states)
+        if not self.per_channel:
+            names = ("state_full", "state_empty", "u_full", "u_empty")
+            gates = float32_buffer(stages, Row.COUNT, CHUNK)
+            return {
+                "pipeline": pipeline(q=keys, k=keys, v=values, inverse=inverse, gates=gates),
+                "state_tiles": bfloat16_tile(states, TILE, depth),
+                "u_tiles": bfloat16_tile(states, HI_LO, TILE, CHUNK),
+                "out_tiles": bfloat16_tile(self.others * states, CHUNK, TILE),
+                **{name: plgpu.Barrier(num_arrivals=1, num_barriers=states * self.others) for name in names},
+            }
+        return {
+            "pipeline": pipeline(
+                k_in=keys,
+                k_out=bfloat16_tile(HI_LO, CHUNK, depth),  # one stage
+                v=values,
+                inverse=inverse,
+                decay=float32_buffer(stages, depth),
+                q_in=None if ends else keys,
+                p=None if ends else bfloat16_tile(HI_LO, CHUNK, CHUNK),  # one stage
+                late_full=plgpu.Barrier(num_arrivals=HI_LO if ends else 2 * HI_LO),
+            ),
+            "state_tiles": bfloat16_tile(states, TILE, depth) if ends else None,
+            "saved_tiles": bfloat16_tile(states, depth // CHUNK + 1, TILE, CHUNK) if self.save else None,
+        }
 
-    def run(self, operands: dict[str, jax.Array], starts: jax.Array, scale: float) -> dict[str, Any]:
+    def run(self, operands: dict[str, jax.Array], starts: jax.Array) -> dict[str, Any]:
         sizes, name = self.sizes, "kda" if self.per_channel else "delta_rule"
         columns = sizes.width + (sizes.depth if self.ends else 0)
         return run_kernel(
-            functools.partial(_channel_gate_kernel if self.per_channel else _head_gate_kernel, plan=self, scale=scale),
+            functools.partial(_states_kernel, plan=self),
             name=f"{name}_ends" if self.ends else f"{name}_states",
             inputs={**operands, "starts": starts},
             outputs=self.outputs,
@@ -151,12 +179,11 @@ class _Plan:
         )
 
 
-class _Block:
-    """What a thread block works on: some value channels of a head, through the chunks of a split."""
+class _Block(Block):
+    """Through the chunks of a split."""
 
     def __init__(self, plan: _Plan):
-        self.plan = plan
-        self.b, self.hv, self.block = (lax.axis_index(name) for name in ("batch", "head", "values"))
+        super().__init__(plan)
         self.split, self.warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
         self.h = None if plan.per_channel else query_head(self.hv, plan.sizes.group)
         self.begin, self.count = plan.splits.range_of(self.split)
@@ -167,6 +194,11 @@ class _Block:
 
     def tokens(self, n: Any) -> Any:
         return pl.ds((self.begin + n) * CHUNK, CHUNK)
+
+    def values(self, ref: Any, tiles: Any, n: Any, stage: Any) -> Iterator[tuple[Any, Any]]:
+        """The copies of the value channels of each warpgroup with a state."""
+        for w in range(self.plan.states):
+            yield ref.at[self.b, self.tokens(n), self.hv, self.columns(w).channels], tiles.at[stage, w]
 
 
 @dataclass(frozen=True)
@@ -185,38 +217,52 @@ class _Chunk:
         return self.columns.of_values(v) if self.ends else v
 
 
-def _carry_state(
-    at: _Block,
-    pipeline: Pipeline,
-    residual: Callable[[_Chunk, jax.Array], tuple[SplitTile, Any]],
-    update: Callable[[_Chunk, jax.Array, jax.Array, Any], jax.Array],
-    finish: Callable[[Callable[[], None]], None],
-    *,
-    inverse_tiles, staging, starts_ref, final_ref, end_ref, transition_ref,
-) -> None:  # fmt: skip
-    """The warpgroups that carry a state, [V, K], through the chunks.
+@dataclass(frozen=True)
+class _Gate:
+    """What depends on the kind of gate, for a warpgroup that carries a state."""
 
-    `residual(chunk, state)` is v - k_in S, split, and whatever `update` needs of it; `update(chunk, state, u, that)` is
-    the new state. `finish(write_final)` waits for what is outstanding, and calls its argument.
-    """
-    plan = at.plan
+    residual: Callable[[_Chunk, jax.Array], tuple[SplitTile, Any]]
+    """(chunk, state): v - k_in S, split, and whatever `update` needs of it."""
+    update: Callable[[_Chunk, jax.Array, jax.Array, Any], jax.Array]
+    """(chunk, state, u, that): the new state."""
+    finish: Callable[[Callable[[], None]], None]
+    """Waits for what is outstanding, and calls its argument, which writes the final state."""
+
+
+def _states_kernel(
+    *,
+    # inputs
+    starts_ref,  # [B, HV, splits, V, K]
+    # outputs: the final state, or end and transition
+    final_ref, end_ref, transition_ref,
+    # scratch
+    pipeline: Pipeline,
+    state_tiles,
+    # static
+    plan: _Plan,
+    # inputs, outputs and scratch of the kind of gate
+    **refs: Any,
+):  # fmt: skip
+    at = _Block(plan)
+    gate = (_channel_gate if plan.per_channel else _head_gate)(at, pipeline, state_tiles=state_tiles, **refs)
 
     @pl.when((at.warpgroup < plan.states) & at.busy)
-    def _carry():
+    def _carry_state():
+        """Carries a state, [V, K], through the chunks."""
         plgpu.set_max_registers(plan.registers[0], action="increase")
         columns = at.columns(at.warpgroup)
         channels = columns.channels
 
         def one_chunk(n: Any, state: jax.Array) -> jax.Array:
             chunk = _Chunk(n, pipeline.wait(n), columns, channels, plan.ends)
-            wanted, more = residual(chunk, state)
-            inverse = inverse_tiles.at[chunk.stage]
+            wanted, more = gate.residual(chunk, state)
+            inverse = pipeline.inverse.at[chunk.stage]
 
             def add(sum_: Accumulator) -> None:
                 add_bf16x3(sum_, wanted, transposed(inverse), transposed(inverse.at[:, HI]))
 
             u = product(SQUARE, add)  # [V, C]
-            state = update(chunk, state, u, more)
+            state = gate.update(chunk, state, u, more)
             pipeline.release(n, stage=chunk.stage)
             return state
 
@@ -226,7 +272,7 @@ def _carry_state(
         if plan.ends:
             state = through(columns.first_state(starts_ref.at[at.b, at.hv, 0], at.split, plan.sizes.depth))
             refs = (end_ref.at[at.b, at.hv, at.split], transition_ref.at[at.b, at.hv, at.split])
-            columns.store_end(state, *refs, staging.at[at.warpgroup])
+            columns.store_end(state, *refs, state_tiles.at[at.warpgroup])
             return
         state = through(plgpu.load(starts_ref.at[at.b, at.hv, at.split, channels], layout=WGMMA, optimized=False))
 
@@ -235,32 +281,26 @@ def _carry_state(
             def _last():
                 final_ref[at.b, at.hv, channels, :] = state
 
-        finish(write_final)
+        gate.finish(write_final)
 
 
-def _head_gate_kernel(
+def _head_gate(
+    at: _Block,
+    pipeline: Pipeline,
     *,
     # inputs
     q_ref, k_ref,  # [B, T, H, K]
     v_ref,  # [B, T, HV, V]
     inverse_ref,  # [B, HV, T, 2 C]
-    gates_ref,  # [B, HV, chunks, GATE_ROWS, C]
-    starts_ref,  # [B, HV, splits, V, K]
-    # outputs: those of the first line, or end and transition
-    o_ref, final_ref, states_ref, u_ref,
-    end_ref, transition_ref,
+    gates_ref,  # [B, HV, chunks, Row.COUNT, C]
+    # outputs, or None for ends
+    o_ref, states_ref, u_ref,
     # scratch
-    q_tiles, k_tiles, v_tiles, inverse_tiles, gate_tiles,  # the pipeline's
     state_tiles, u_tiles, out_tiles,
-    full, empty, state_full, state_empty, u_full, u_empty,
-    # static
-    plan: _Plan,
-    scale: float,
-):  # fmt: skip
-    at = _Block(plan)
-    b, hv, warpgroup, count = at.b, at.hv, at.warpgroup, at.count
+    state_full, state_empty, u_full, u_empty,
+) -> _Gate:  # fmt: skip
+    plan, b, hv, warpgroup, count = at.plan, at.b, at.hv, at.warpgroup, at.count
     states, outputs, ends, save = plan.states, plan.others, plan.ends, plan.save
-    pipeline = Pipeline(plan.config.stages, full, empty)
 
     def between(state: Any, n: Any) -> Any:
         """Which barrier is between a warpgroup with a state and the one that writes the outputs of chunk n."""
@@ -274,32 +314,31 @@ def _head_gate_kernel(
         def copy(n: Any) -> None:
             stage = pipeline.stage(n)
             copies = (
-                (k_ref.at[b, at.tokens(n), at.h], k_tiles.at[stage]),
-                (gates_ref.at[b, hv, at.begin + n], gate_tiles.at[stage]),
-                *((v_ref.at[b, at.tokens(n), hv, at.columns(w).channels], v_tiles.at[stage, w]) for w in range(states)),
-                (inverse_ref.at[b, hv, at.tokens(n)], inverse_tiles.at[stage]),
-                *(() if ends else ((q_ref.at[b, at.tokens(n), at.h], q_tiles.at[stage]),)),
+                (k_ref.at[b, at.tokens(n), at.h], pipeline.k.at[stage]),
+                (gates_ref.at[b, hv, at.begin + n], pipeline.gates.at[stage]),
+                *at.values(v_ref, pipeline.v, n, stage),
+                (inverse_ref.at[b, hv, at.tokens(n)], pipeline.inverse.at[stage]),
+                *(() if ends else ((q_ref.at[b, at.tokens(n), at.h], pipeline.q.at[stage]),)),
             )
             pipeline.copy(n, copies, stage=stage)
 
-        def first_copy(n: Any) -> None:
-            pl.when(n < count)(lambda: copy(n))
-
         for number in range(pipeline.stages // outputs):
-            first_copy(mine + number * outputs)
+            first = mine + number * outputs
+            pl.when(first < count)(functools.partial(copy, first))
 
         def write_outputs(n: Any) -> None:
             stage = pipeline.wait(n)
-            queries, gates = q_tiles.at[stage], gate_tiles.at[stage]
+            queries, gates = pipeline.q.at[stage], pipeline.gates.at[stage]
             i, j = positions()
             i = i + opaque_zero(n)
-            qk = product(SQUARE, lambda sum_: sum_.add(queries, transposed(k_tiles.at[stage])))
-            p = split_hi_lo(qk * decay(gates, i, j) * load_along_columns(gates.at[BETA], SQUARE))
-            decay_in = load_along_rows(gates.at[DECAY_IN], SQUARE)
+            qk = product(SQUARE, lambda sum_: sum_.add(queries, transposed(pipeline.k.at[stage])))
+            p = split_hi_lo(qk * decay(gates, i, j) * load_along_columns(gates.at[Row.BETA], SQUARE))
+            decay_in = load_along_rows(gates.at[Row.DECAY_IN], SQUARE)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            def one_tile(w: Any, carry: tuple[()]) -> tuple[()]:
+            @loop(states)
+            def _one_tile(w: Any) -> None:
                 out, barrier = out_tiles.at[mine * states + w], between(w, n)
                 plgpu.barrier_wait(state_full.at[barrier])
                 # S rounded: this adds to o alone.
@@ -313,22 +352,18 @@ def _head_gate_kernel(
 
                 (o,) = accumulate((q_s * decay_in,), add_p)
                 plgpu.barrier_arrive(u_empty.at[barrier])
-                out[...] = (o * scale).astype(jnp.bfloat16)
+                out[...] = (o * plan.call.scale).astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out, o_ref.at[b, at.tokens(n), hv, at.columns(w).channels])
-                return carry
 
-            lax.fori_loop(0, states, one_tile, ())
-
-        def one_chunk(number: Any, carry: tuple[()]) -> tuple[()]:
+        @loop(lax.div(count - mine + (outputs - 1), jnp.int32(outputs)))
+        def _one_chunk(number: Any) -> None:
             n = number * outputs + mine
             if not ends:
                 write_outputs(n)
-            plgpu.barrier_wait(empty.at[pipeline.stage(n)])
+            plgpu.barrier_wait(pipeline.empty.at[pipeline.stage(n)])
             pl.when(n + pipeline.stages < count)(lambda: copy(n + pipeline.stages))
-            return carry
 
-        lax.fori_loop(0, lax.div(count - mine + (outputs - 1), jnp.int32(outputs)), one_chunk, ())
         plgpu.wait_smem_to_gmem(0)
 
     def wait_for_outputs(empty: Any, n: Any) -> None:
@@ -342,7 +377,7 @@ def _head_gate_kernel(
         before = split_hi_lo(state)  # [V, K]
 
         def add_k_s(sum_: Accumulator) -> None:
-            add_hi_lo(sum_, before, transposed(k_tiles.at[stage]))
+            add_hi_lo(sum_, before, transposed(pipeline.k.at[stage]))
             if ends:
                 return
             wait_for_outputs(state_empty, n - 1)
@@ -351,12 +386,12 @@ def _head_gate_kernel(
             plgpu.barrier_arrive(state_full.at[between(warpgroup, n)])
 
         k_s = product(SQUARE, add_k_s)  # [V, C]
-        v = chunk.values(v_tiles.at[stage, warpgroup])
-        decay_in = load_along_columns(gate_tiles.at[stage].at[DECAY_IN], SQUARE)
+        v = chunk.values(pipeline.v.at[stage, warpgroup])
+        decay_in = load_along_columns(pipeline.gates.at[stage].at[Row.DECAY_IN], SQUARE)
         return split_hi_lo(v - k_s * decay_in), (state_tile, u_tile)
 
     def update(chunk: _Chunk, state: jax.Array, u: jax.Array, tiles: Any) -> jax.Array:
-        n, gates, (state_tile, u_tile) = chunk.n, gate_tiles.at[chunk.stage], tiles
+        n, gates, (state_tile, u_tile) = chunk.n, pipeline.gates.at[chunk.stage], tiles
         if not ends:
             wait_for_outputs(u_empty, n - 1)
             for part, value in enumerate(split_hi_lo(u)):
@@ -367,9 +402,9 @@ def _head_gate_kernel(
             plgpu.copy_smem_to_gmem(state_tile, states_ref.at[b, hv, at.begin + n, chunk.channels])
             for part in range(HI_LO):
                 plgpu.copy_smem_to_gmem(u_tile.at[part], u_ref.at[b, hv, at.begin + n, part, chunk.channels])
-        written = split_hi_lo(u * load_along_columns(gates.at[DECAY_OUT], SQUARE))
-        kept = state * load_along_rows(gates.at[DECAY_ALL], (TILE, plan.sizes.depth))
-        return accumulate((kept,), lambda sum_: add_hi_lo(sum_, written, k_tiles.at[chunk.stage]))[0]
+        written = split_hi_lo(u * load_along_columns(gates.at[Row.DECAY_OUT], SQUARE))
+        kept = state * load_along_rows(gates.at[Row.DECAY_ALL], (TILE, plan.sizes.depth))
+        return accumulate((kept,), lambda sum_: add_hi_lo(sum_, written, pipeline.k.at[chunk.stage]))[0]
 
     def finish(write_final: Callable[[], None]) -> None:
         for barriers in (state_empty, u_empty):
@@ -378,30 +413,12 @@ def _head_gate_kernel(
         if save:
             plgpu.wait_smem_to_gmem(0)
 
-    _carry_state(
-        at, pipeline, residual, update, finish, inverse_tiles=inverse_tiles, staging=state_tiles,
-        starts_ref=starts_ref, final_ref=final_ref, end_ref=end_ref, transition_ref=transition_ref,
-    )  # fmt: skip
+    return _Gate(residual, update, finish)
 
 
-def _head_gate_scratch(plan: _Plan) -> dict[str, Any]:
-    stages, states, depth = plan.config.stages, plan.states, plan.sizes.depth
-    names = ("state_full", "state_empty", "u_full", "u_empty")
-    return {
-        "q_tiles": bfloat16_tile(stages, CHUNK, depth),
-        "k_tiles": bfloat16_tile(stages, CHUNK, depth),
-        "v_tiles": bfloat16_tile(stages, states, CHUNK, TILE),
-        "inverse_tiles": bfloat16_tile(stages, CHUNK, 2 * CHUNK),
-        "gate_tiles": plgpu.SMEM((stages, GATE_ROWS, CHUNK), jnp.float32),
-        "state_tiles": bfloat16_tile(states, TILE, depth),
-        "u_tiles": bfloat16_tile(states, HI_LO, TILE, CHUNK),
-        "out_tiles": bfloat16_tile(plan.others * states, CHUNK, TILE),
-        **pipeline_barriers(stages, copies=(3 if plan.ends else 4) + states, consumers=states),
-        **{name: plgpu.Barrier(num_arrivals=1, num_barriers=states * plan.others) for name in names},
-    }
-
-
-def _channel_gate_kernel(
+def _channel_gate(
+    at: _Block,
+    pipeline: Pipeline,
     *,
     # inputs
     q_in_ref, k_in_ref,  # [B, T, HV, K]
@@ -409,30 +426,17 @@ def _channel_gate_kernel(
     v_ref,  # [B, T, HV, V]
     inverse_ref, p_ref,  # [B, HV, T, 2 C]
     decay_ref,  # [B, HV, chunks, K]
-    starts_ref,  # [B, HV, splits, V, K]
-    # outputs: those of the first line, or end and transition
-    o_ref, final_ref, states_ref, u_ref,
-    end_ref, transition_ref,
+    # outputs, or None for ends
+    o_ref, states_ref, u_ref,
     # scratch
-    k_in_tiles,
-    k_out_tiles,  # one stage
-    v_tiles, inverse_tiles, decay_tiles, q_in_tiles,
-    p_tiles,  # one stage
-    end_tiles, saved_tiles,
-    full, late_full, empty,
-    # static
-    plan: _Plan,
-    scale: float,
-):  # fmt: skip
-    at = _Block(plan)
-    b, hv, warpgroup, count = at.b, at.hv, at.warpgroup, at.count
+    state_tiles,  # not used
+    saved_tiles,
+) -> _Gate:  # fmt: skip
+    plan, b, hv, warpgroup, count = at.plan, at.b, at.hv, at.warpgroup, at.count
     states, ends, save, depth = plan.states, plan.ends, plan.save, plan.sizes.depth
-    pipeline = Pipeline(plan.config.stages, full, empty)
 
     def place(n: Any, part: int) -> jax.Array:
-        """Where hi or lo lies of what has one stage. They alternate: or the compiler keeps their addresses, and
-        spills.
-        """
+        """Where hi or lo lies of what has one stage. They alternate, or the compiler keeps addresses and spills."""
         return lax.rem(n + part, jnp.int32(HI_LO))
 
     @pl.when((warpgroup == states) & at.busy)
@@ -442,38 +446,35 @@ def _channel_gate_kernel(
         def copy_early(n: Any) -> None:
             stage = pipeline.stage(n)
             copies = (
-                (k_in_ref.at[b, at.tokens(n), hv], k_in_tiles.at[stage]),
-                (inverse_ref.at[b, hv, at.tokens(n)], inverse_tiles.at[stage]),
-                (decay_ref.at[b, hv, at.begin + n], decay_tiles.at[stage]),
-                *(() if ends else ((q_in_ref.at[b, at.tokens(n), hv], q_in_tiles.at[stage]),)),
+                (k_in_ref.at[b, at.tokens(n), hv], pipeline.k_in.at[stage]),
+                (inverse_ref.at[b, hv, at.tokens(n)], pipeline.inverse.at[stage]),
+                (decay_ref.at[b, hv, at.begin + n], pipeline.decay.at[stage]),
+                *(() if ends else ((q_in_ref.at[b, at.tokens(n), hv], pipeline.q_in.at[stage]),)),
             )
             pipeline.copy(n, copies, stage=stage)
-            for w in range(states):
-                source = v_ref.at[b, at.tokens(n), hv, at.columns(w).channels]
-                pipeline.copy(n, [(source, v_tiles.at[stage, w])], stage=stage)
+            pipeline.copy(n, at.values(v_ref, pipeline.v, n, stage), stage=stage)
 
         def copy_late(n: Any) -> None:
             for part in range(HI_LO):
                 to = place(n, part)
                 keys = k_out_ref.at[b, at.tokens(n), hv, pl.ds(part * depth, depth)]
-                plgpu.copy_gmem_to_smem(keys, k_out_tiles.at[to], late_full)
+                plgpu.copy_gmem_to_smem(keys, pipeline.k_out.at[to], pipeline.late_full)
                 if not ends:
                     scores = p_ref.at[b, hv, at.tokens(n), pl.ds(part * CHUNK, CHUNK)]
-                    plgpu.copy_gmem_to_smem(scores, p_tiles.at[to], late_full)
+                    plgpu.copy_gmem_to_smem(scores, pipeline.p.at[to], pipeline.late_full)
 
         ahead = pipeline.stages - 1
-
-        def one_chunk(n: Any, carry: tuple[()]) -> tuple[()]:
-            # What is copied last has one stage: the chunk before must be done with it.
-            pl.when(n > 0)(lambda: plgpu.barrier_wait(empty.at[pipeline.stage(n + ahead)]))
-            copy_late(n)
-            pl.when(n + ahead < count)(lambda: copy_early(n + ahead))
-            return carry
 
         copy_early(jnp.int32(0))
         for n in range(1, ahead):
             pl.when(n < count)(lambda n=n: copy_early(jnp.int32(n)))
-        lax.fori_loop(0, count, one_chunk, ())
+
+        @loop(count)
+        def _one_chunk(n: Any) -> None:
+            # What is copied last has one stage: the chunk before must be done with it.
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(pipeline.empty.at[pipeline.stage(n + ahead)]))
+            copy_late(n)
+            pl.when(n + ahead < count)(lambda: copy_early(n + ahead))
 
     def residual(chunk: _Chunk, state: jax.Array) -> tuple[SplitTile, Any]:
         before = split_hi_lo(state)  # [V, K]
@@ -488,16 +489,17 @@ def _channel_gate_kernel(
 
         def read(k_s: Accumulator, *q_s: Accumulator) -> SplitTile:
             """v - k_in S, split, while the queries' products are in flight."""
-            add_hi_lo(k_s, before, transposed(k_in_tiles.at[chunk.stage]))
+            add_hi_lo(k_s, before, transposed(pipeline.k_in.at[chunk.stage]))
             for sum_ in q_s:
-                add_hi_lo(sum_, before, transposed(q_in_tiles.at[chunk.stage]))
-            return split_hi_lo(chunk.values(v_tiles.at[chunk.stage, warpgroup]) - k_s.read(in_flight=HI_LO * len(q_s)))
+                add_hi_lo(sum_, before, transposed(pipeline.q_in.at[chunk.stage]))
+            v = chunk.values(pipeline.v.at[chunk.stage, warpgroup])
+            return split_hi_lo(v - k_s.read(in_flight=HI_LO * len(q_s)))
 
         _, *q_s, hi, lo = products((SQUARE,) * (1 if ends else 2), read)  # [V, C] each
         return (hi, lo), q_s
 
     def update(chunk: _Chunk, state: jax.Array, u: jax.Array, q_s: Any) -> jax.Array:
-        n, values = chunk.n, v_tiles.at[chunk.stage, warpgroup]
+        n, values = chunk.n, pipeline.v.at[chunk.stage, warpgroup]
         u_hi_lo = split_hi_lo(u)
         if save:
             # u leaves through the state's tile, and the one behind it.
@@ -508,18 +510,18 @@ def _channel_gate_kernel(
             plgpu.commit_smem()
             for part, tile in enumerate(tiles):
                 plgpu.copy_smem_to_gmem(tile, u_ref.at[b, hv, at.begin + n, part, chunk.channels])
-        plgpu.barrier_wait(late_full)
+        plgpu.barrier_wait(pipeline.late_full)
 
         def add_to(sum_: Accumulator, operand: Callable[[Any], Any]) -> None:
             for one, another in BF16X3:
                 sum_.add(u_hi_lo[one], operand(place(n, another)))
 
         if q_s:
-            (o,) = accumulate((q_s[0],), lambda sum_: add_to(sum_, lambda part: transposed(p_tiles.at[part])))
+            (o,) = accumulate((q_s[0],), lambda sum_: add_to(sum_, lambda part: transposed(pipeline.p.at[part])))
             # v's tile has been read: o goes out through it.
-            transposed(values)[...] = (o * scale).astype(jnp.bfloat16)
-        kept = state * load_along_columns(decay_tiles.at[chunk.stage], (TILE, depth))
-        (state,) = accumulate((kept,), lambda sum_: add_to(sum_, lambda part: k_out_tiles.at[part]))
+            transposed(values)[...] = (o * plan.call.scale).astype(jnp.bfloat16)
+        kept = state * load_along_columns(pipeline.decay.at[chunk.stage], (TILE, depth))
+        (state,) = accumulate((kept,), lambda sum_: add_to(sum_, lambda part: pipeline.k_out.at[part]))
         if not ends:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(values, o_ref.at[b, at.tokens(n), hv, chunk.channels])
@@ -530,59 +532,30 @@ def _channel_gate_kernel(
         plgpu.wait_smem_to_gmem(0)
         write_final()
 
-    _carry_state(
-        at, pipeline, residual, update, finish, inverse_tiles=inverse_tiles, staging=end_tiles,
-        starts_ref=starts_ref, final_ref=final_ref, end_ref=end_ref, transition_ref=transition_ref,
-    )  # fmt: skip
+    return _Gate(residual, update, finish)
 
 
-def _channel_gate_scratch(plan: _Plan) -> dict[str, Any]:
-    stages, states, depth, ends = plan.config.stages, plan.states, plan.sizes.depth, plan.ends
-    barriers = pipeline_barriers(stages, copies=(3 if ends else 4) + states, consumers=states)
-    return {
-        "k_in_tiles": bfloat16_tile(stages, CHUNK, depth),
-        "k_out_tiles": bfloat16_tile(HI_LO, CHUNK, depth),
-        "v_tiles": bfloat16_tile(stages, states, CHUNK, TILE),
-        "inverse_tiles": bfloat16_tile(stages, CHUNK, 2 * CHUNK),
-        "decay_tiles": plgpu.SMEM((stages, depth), jnp.float32),
-        "q_in_tiles": None if ends else bfloat16_tile(stages, CHUNK, depth),
-        "p_tiles": None if ends else bfloat16_tile(HI_LO, CHUNK, CHUNK),
-        "end_tiles": bfloat16_tile(states, TILE, depth) if ends else None,
-        "saved_tiles": bfloat16_tile(states, depth // CHUNK + 1, TILE, CHUNK) if plan.save else None,
-        "full": barriers["full"],
-        "late_full": plgpu.Barrier(num_arrivals=HI_LO if ends else 2 * HI_LO),
-        "empty": barriers["empty"],
-    }
-
-
-def pass_states(
-    operands: dict[str, jax.Array],
-    initial: jax.Array,
-    sizes: Sizes,
-    config: DeltaRuleSm90Forward,
-    *,
-    scale: float,
-    save: bool,
-) -> dict[str, Any]:
+def pass_states(call: DeltaRuleCall, launch: Launch, operands: dict[str, jax.Array], *, save: bool) -> dict[str, Any]:
     """`o` [B, T, HV, V], `final` [B, HV, V, K], and to save, `states` before each chunk and the corrected values `u`.
 
-    `operands` are the inputs of one of the two kernels, up to v; `initial` is [B, HV, V, K].
+    `operands` are the inputs of one of the two kinds of gates.
     """
+    config: DeltaRuleSm90Forward = launch.config
 
     def passage(splits: Splits, starts: jax.Array, *, states: int, ends: bool) -> dict[str, Any]:
-        plan = _Plan("gates" not in operands, sizes, config, splits, states, ends, save and not ends)
-        return plan.run(operands, starts, scale)
+        return _Plan(call, config, splits, states, ends, save and not ends).run(operands, starts)
 
-    return run_in_splits(passage, initial, Splits.of(sizes.chunks, config.splits), config.block_v // TILE)
+    initial = transposed_states(call.initial_state, config.block_v)
+    return run_in_splits(passage, initial, Splits.of(call, config.splits), config.block_v // TILE)
 
 
-def memory(sizes: Sizes, config: DeltaRuleSm90Forward, *, per_channel: bool) -> dict[str, int]:
+def memory(call: DeltaRuleCall, config: DeltaRuleSm90Forward) -> dict[str, int]:
     """Shared memory of the state kernel, by pass, where it saves for a backward."""
-    splits = Splits.of(sizes.chunks, config.splits)
+    sizes, splits = Sizes.of(call, config.block_v), Splits.of(call, config.splits)
     passes = {"state": (config.block_v // TILE, False)}
     if splits.count > 1:
         passes["split end"] = (states_for_ends(sizes.width, sizes.depth), True)
     return {
-        name: smem_bytes(_Plan(per_channel, sizes, config, splits, states, ends, not ends).scratch)
+        name: smem_bytes(_Plan(call, config, splits, states, ends, not ends).scratch)
         for name, (states, ends) in passes.items()
     }

@@ -30,8 +30,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import SM90_STATES
-from tilewright.ops.delta_rule.pallas_gpu.tiles import HI_LO, TILE, bfloat16_tile
+from tilewright.ops.delta_rule.pallas_gpu.tiles import CHUNK, HI_LO, TILE, bfloat16_tile, float32_array
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.registers import WGMMA, split_hi_lo
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate
@@ -47,8 +48,9 @@ class Splits:
     each: int
 
     @staticmethod
-    def of(chunks: int, splits: int) -> "Splits":
+    def of(call: DeltaRuleCall, splits: int) -> "Splits":
         """At most `splits` splits."""
+        chunks = pl.cdiv(call.q.shape[1], CHUNK)
         return Splits(chunks, pl.cdiv(chunks, splits))
 
     @property
@@ -88,9 +90,7 @@ class Columns:
         return pl.ds(jnp.minimum(self.number, self.values - 1) * TILE, TILE)
 
     def first_state(self, initial: Any, split: Any, depth: int) -> jax.Array:
-        """The state [64, K] before a split: for values the initial state or, after the first split, zeros; rows of the
-        identity.
-        """
+        """The state [64, K] before a split: of values the initial one or, later, zeros; rows of the identity."""
         i, j = (plgpu.broadcasted_iota(jnp.int32, (TILE, depth), axis, layout=WGMMA) for axis in (0, 1))
         # For values this is negative, and no column's number.
         state = jnp.where(i + (self.number - self.values) * TILE == j, 1.0, 0.0)
@@ -188,7 +188,7 @@ def _starts(initial: jax.Array, ends: jax.Array, transitions: jax.Array) -> jax.
         functools.partial(_starts_kernel, splits=splits),
         name="delta_rule_starts",
         inputs={"initial": initial, "ends": ends, "transitions": transitions},
-        outputs={"starts": jax.ShapeDtypeStruct((b, hv, splits + 1, width, depth), jnp.float32)},
+        outputs={"starts": float32_array(b, hv, splits + 1, width, depth)},
         scratch=scratch(depth),
         grid={"head": hv, "values": width // TILE, "batch": b},
     )["starts"]

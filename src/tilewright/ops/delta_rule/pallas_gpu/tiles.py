@@ -5,6 +5,7 @@ channel per row: so it can be the left operand of a product from registers.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,15 @@ from jaxlib.mlir.dialects import vector
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import SM90_TILE as TILE
 from tilewright.pallas.gpu.kernel import interpreted, padded, tile
-from tilewright.pallas.gpu.registers import WGMMA, inline_mosaic, load_along_columns, load_along_rows, transposed
-from tilewright.pallas.gpu.wgmma import Accumulator
+from tilewright.pallas.gpu.registers import (
+    BF16X3,
+    WGMMA,
+    inline_mosaic,
+    load_along_columns,
+    load_along_rows,
+    transposed,
+)
+from tilewright.pallas.gpu.wgmma import Accumulator, product
 
 CHUNK = 64
 SQUARE = (CHUNK, CHUNK)
@@ -30,10 +38,15 @@ HI_LO = 2
 HI, LO = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
 """The rows of the parts in a tile [2 C, n] that has one below the other."""
 
-# One gate per head, the rows of a chunk's gates: the two parts of G, beta, the decays exp(G) from the chunk's start and
-# beta exp(G_C - G) to its end, and exp(G_C).
-COARSE, FINE, BETA, DECAY_IN, DECAY_OUT, DECAY_ALL = range(6)
-GATE_ROWS = 6
+
+class Row:
+    """One gate per head, the rows of a chunk's gates: the two parts of G, beta, the decays exp(G) from the chunk's start
+    and beta exp(G_C - G) to its end, and exp(G_C).
+    """
+
+    COARSE, FINE, BETA, DECAY_IN, DECAY_OUT, DECAY_ALL = range(6)
+    COUNT = 6
+
 
 REGISTERS = 504
 """Registers per thread that three warpgroups have together."""
@@ -42,6 +55,25 @@ _MASKED = -1e30  # Its exponential is 0.
 _VECTOR = 4  # Elements of the widest store.
 
 bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
+
+
+def float32_buffer(*shape: int) -> Any:
+    """Shared memory for what is not multiplied."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def float32_array(*shape: int) -> jax.ShapeDtypeStruct:
+    """An output in global memory."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def bfloat16_array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def loop(count: Any) -> Callable[[Callable[[Any], None]], None]:
+    """Decorates the body of a loop, which takes 0 to count - 1."""
+    return lambda body: lax.fori_loop(0, count, lambda n, _: body(n), None)
 
 
 @dataclass(frozen=True)
@@ -74,6 +106,30 @@ class Sizes:
     @property
     def depth_tiles(self) -> int:
         return self.depth // TILE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is static about a passage through the chunks."""
+
+    call: DeltaRuleCall
+    config: Any
+
+    @property
+    def per_channel(self) -> bool:
+        return self.call.gate == "channel"
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.call, self.config.block_v)
+
+
+class Block:
+    """What a thread block of a passage works on: some value channels of a head."""
+
+    def __init__(self, plan: Any):
+        self.plan = plan
+        self.b, self.hv, self.block = (lax.axis_index(name) for name in ("batch", "head", "values"))
 
 
 def in_chunks(x: jax.Array) -> jax.Array:
@@ -112,6 +168,21 @@ def add_bf16x3(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], hi_lo: 
     accumulator.add(x[1], hi)  # [64, C] [C, n]
 
 
+def bf16x3_product(x: Any, y: Any, *, left: Callable[[Any], Any] | None = None, right: Any = None) -> jax.Array:
+    """x y of two tiles [2 C, n] that have hi above lo. `left` and `right` may transpose each part."""
+
+    def add(sum_: Accumulator) -> None:
+        for one, another in BF16X3:
+            a, b = x.at[(HI, LO)[one]], y.at[(HI, LO)[another]]
+            sum_.add(left(a) if left else a, right(b) if right else b)
+
+    return product(SQUARE, add)
+
+
+SplitTile = tuple[jax.Array, jax.Array]
+"""A float32 tile in registers as bf16x2."""
+
+
 def load(ref: Any) -> jax.Array:
     """A tile as float32, in registers."""
     return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
@@ -136,7 +207,8 @@ def positions() -> tuple[jax.Array, jax.Array]:
 def decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
     """exp(G_i - G_j) where i >= j, else 0, of a chunk's gates."""
     coarse, fine = (
-        load_along_rows(gates.at[row], SQUARE) - load_along_columns(gates.at[row], SQUARE) for row in (COARSE, FINE)
+        load_along_rows(gates.at[row], SQUARE) - load_along_columns(gates.at[row], SQUARE)
+        for row in (Row.COARSE, Row.FINE)
     )
     return jnp.exp(jnp.where(i >= j, coarse + fine, _MASKED))  # [C, C]
 
@@ -146,9 +218,7 @@ def zeros() -> jax.Array:
 
 
 def keep_order() -> None:
-    """Keeps the compiler from starting what follows before what precedes: with all tiles in registers at once, it would
-    spill.
-    """
+    """Keeps the compiler from starting what follows too early: with all tiles in registers at once, it would spill."""
     plgpu.commit_smem()
 
 

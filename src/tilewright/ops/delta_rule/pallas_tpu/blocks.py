@@ -18,14 +18,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.chip import LANES
 from tilewright.core.implementation import Launch
-from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.gates import LOWEST_GATE, coarse_and_fine
 from tilewright.ops.delta_rule.matmul_precision import MatmulPrecision
-from tilewright.ops.delta_rule.wy_transform import Chunk, Gates, Masks, Segments, halvings, masks
+from tilewright.ops.delta_rule.wy_transform import (
+    Chunk,
+    Gates,
+    Masks,
+    Segments,
+    advance,
+    inverses,
+    masks,
+    scores,
+)
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, not_float64
 
 _FLOAT32_BYTES = 4
@@ -147,7 +156,7 @@ class Layout:
         work = _TEMPORARIES * self.chunk * 2 * max(self.depth, self.width) * _FLOAT32_BYTES
         return kernel.vmem_bytes(temporaries=work)
 
-    def input_blocks(self, order: Order) -> dict[str, Block | None]:
+    def input_blocks(self, order: Order = lambda t: t) -> dict[str, Block | None]:
         """The inputs that both kernels have, with what a grid step (batch, group, step) sees of them."""
         dtype, gate, whole = self.call.q.dtype, self.call.gate, self.heads % self.shared == 0
         queries = Block(
@@ -170,7 +179,7 @@ class Layout:
             blocks[name] = None if mask is None else Block(mask.shape, jnp.float32, _origin(mask.ndim))
         return blocks
 
-    def token_block(self, width: int, dtype: Any, order: Order) -> Block:
+    def token_block(self, width: int, dtype: Any, order: Order = lambda t: t) -> Block:
         """A block of [B, T, HV * width]."""
         return Block((1, self.block_t, self.heads * width), dtype, lambda i, j, t: (i, order(t), j))
 
@@ -184,7 +193,7 @@ class Layout:
         """A block of [B, HV, K, V]."""
         return Block((1, self.heads, self.depth, self.width), jnp.float32, lambda i, j, t: (i, j, 0, 0))
 
-    def block_states_block(self, order: Order) -> Block:
+    def block_states_block(self, order: Order = lambda t: t) -> Block:
         """A block of [B, num_t, HV, K, V]: the states before each block."""
         shape = (1, 1, self.heads, self.depth, self.width)
         return Block(shape, jnp.float32, lambda i, j, t: (i, order(t), j, 0, 0))
@@ -252,9 +261,7 @@ def unpadded_state(state: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _per_head(x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Reshapes a padded per-token, per-head scalar [B, T, HV] to columns [B, groups, T, heads] and to rows
-    [B, groups, num_t, block_chunks, 1, heads * C].
-    """
+    """A padded scalar [B, T, HV] as columns [B, groups, T, heads], and as rows [B, groups, num_t, block_chunks, 1, *]."""
     b = x.shape[0]
     x = x.reshape(b, layout.num_t, layout.block_chunks, layout.chunk, layout.groups, layout.heads)
     columns = jnp.moveaxis(x, 4, 1).reshape(b, layout.groups, layout.t, layout.heads)
@@ -295,9 +302,7 @@ def input_arrays(layout: Layout) -> dict[str, jax.Array]:
     arrays["columns"] = jnp.concatenate(columns, axis=-1)
     if rows:
         arrays["rows"] = jnp.concatenate(rows, axis=-1)
-    # Inside shard_map the operands of a kernel vary alike.
-    axes = varying_axes(call.v)
-    return arrays | {name: vary_over(jnp.asarray(mask), axes) for name, mask in layout.mask_arrays.items()}
+    return arrays | {name: jnp.asarray(mask) for name, mask in layout.mask_arrays.items()}
 
 
 def cost(arrays: Mapping[str, jax.Array], kernel: Kernel, *, flops: int, transcendentals: int) -> pl.CostEstimate:
@@ -309,13 +314,13 @@ def cost(arrays: Mapping[str, jax.Array], kernel: Kernel, *, flops: int, transce
 
 
 def _masks_of(refs: Mapping[str, Any], layout: Layout) -> Masks:
-    levels = range(len(halvings(layout.chunk)))
-    reach = upto = after = None
-    if layout.call.gate == "channel":
-        reach = tuple(refs["reach_ref"][level] for level in levels)
-        upto, after = refs["passage_ref"][0], refs["passage_ref"][1]
-    seen, before = refs["triangles_ref"][0], refs["triangles_ref"][1]
-    halves = tuple(refs["halves_ref"][level] for level in levels)
+    def each(name: str) -> tuple[Any, ...]:
+        """The masks of a stack, or None for each of two where the gate needs none."""
+        ref = refs[f"{name}_ref"]
+        return (None, None) if ref is None else tuple(ref[n] for n in range(ref.shape[0]))
+
+    reach, (upto, after) = each("reach"), each("passage")
+    (seen, before), halves = each("triangles"), each("halves")
     return Masks(seen, before, refs["own_ref"][...], halves, refs["small_ref"][...], reach, upto, after)
 
 
@@ -355,6 +360,26 @@ def chunk_of(refs: Mapping[str, Any], index: Any, pack: tuple[int, ...], layout:
         segments = Segments(columns[:, last : last + 1].astype(jnp.int32), row(start).astype(jnp.int32))
     v = refs["v_ref"][0, tokens, layout.value_lanes(pack)]  # [C, n V]
     v = v.astype(jnp.float32) if upcast else v
-    return Chunk(
-        of_queries(refs["q_ref"]), of_queries(refs["k_ref"]), v, column(0), g, gates, segments, _masks_of(refs, layout)
-    )
+    q, k = of_queries(refs["q_ref"]), of_queries(refs["k_ref"])
+    return Chunk(q, k, v, column(0), g, gates, segments, _masks_of(refs, layout), layout.precision, layout.call.scale)
+
+
+def pass_chunk(
+    refs: Mapping[str, Any], index: Any, state: Callable[[int], jax.Array], layout: Layout, *, outputs: bool
+) -> tuple[list[jax.Array], list[tuple[Any, tuple[jax.Array, ...]]]]:
+    """Takes the states of all heads of a block, `state(head)`, through chunk `index`.
+
+    Returns for each pack the inverse, and the outputs, if asked for, with the states after the chunk. All packs advance
+    together, stage by stage, and nothing is stored: a store keeps the scheduler from moving later loads before it, and
+    with them all that the next heads could do while these wait for their products.
+    """
+    packs = layout.packs
+    chunks = [chunk_of(refs, index, pack, layout, upcast=False) for pack in packs]
+    before = [tuple(state(head) for head in pack) for pack in packs]
+    decays = [chunk.decay for chunk in chunks]
+    matrices = [scores(chunk, decay) for chunk, decay in zip(chunks, decays, strict=True)]
+    inverted = inverses([m[1] for m in matrices], chunks[0].mask, len(packs[0]), layout.precision, pltpu.roll)
+    reads = [m[0] if outputs else None for m in matrices]
+    erase = [m[1] for m in matrices]
+    given = zip(before, chunks, decays, reads, erase, inverted, strict=True)
+    return inverted, [advance(*one) for one in given]

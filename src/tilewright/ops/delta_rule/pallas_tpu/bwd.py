@@ -37,11 +37,12 @@ from tilewright.ops.delta_rule.pallas_tpu.blocks import (
     input_arrays,
     merge_heads,
     padded_state,
+    pass_chunk,
     split_heads,
     unpadded_state,
     unsupported_reason,
 )
-from tilewright.ops.delta_rule.wy_transform import Chunk, advance, decay_of, inverses, scores
+from tilewright.ops.delta_rule.wy_transform import Chunk, advance, scores
 from tilewright.pallas.tpu.kernel import Block, Kernel, Output
 
 _CHUNK, _BLOCK_CHUNKS, _MOST_HEADS = 64, 8, 4
@@ -93,12 +94,10 @@ def _backward_kernel(
     inverse_scratch,  # [block_chunks, packs, C, n C]
     # static
     layout: Layout,
-    scale: float,
     # inputs: those of `Layout.input_blocks`
     **input_refs: Any,
 ):
     step = pl.program_id(2)
-    precision = layout.precision
 
     @pl.when(step == 0)
     def _start():
@@ -106,21 +105,14 @@ def _backward_kernel(
 
     state_scratch[0] = block_states_ref[0, 0]
 
-    packs, n = layout.packs, len(layout.packs[0])
+    packs = layout.packs
 
-    # As in the forward kernel, all loads of a step come before all its stores.
     def forwards(index: jax.Array, carry: Any) -> Any:
         """Recomputes the states before each chunk, and the inverses."""
-        chunks = [chunk_of(input_refs, index, pack, layout, upcast=False) for pack in packs]
-        before = [tuple(state_scratch[index, head] for head in pack) for pack in packs]
-        decays = [decay_of(chunk, precision) for chunk in chunks]
-        erase = [scores(c, d, scale=scale, precision=precision)[1] for c, d in zip(chunks, decays, strict=True)]
-        inverted = inverses(erase, chunks[0].mask, n, precision, pltpu.roll)
-        results = [
-            advance(s, c, d, None, e, i, scale=scale, precision=precision)[1]
-            for s, c, d, e, i in zip(before, chunks, decays, erase, inverted, strict=True)
-        ]
-        for position, (pack, after) in enumerate(zip(packs, results, strict=True)):
+        inverted, results = pass_chunk(
+            input_refs, index, lambda head: state_scratch[index, head], layout, outputs=False
+        )
+        for position, (pack, (_, after)) in enumerate(zip(packs, results, strict=True)):
             inverse_scratch[index, position] = inverted[position]
             for head, state in zip(pack, after, strict=True):
                 state_scratch[index + 1, head] = state
@@ -131,6 +123,7 @@ def _backward_kernel(
     def backwards(reverse: jax.Array, carry: Any) -> Any:
         index = layout.block_chunks - 1 - reverse
         tokens = layout.tokens_of(index)
+        # All loads before all stores, as in `pass_chunk`.
         chunks = [chunk_of(input_refs, index, pack, layout, upcast=True) for pack in packs]
         before = [tuple(state_scratch[index, head] for head in pack) for pack in packs]
         inverted = [inverse_scratch[index, position] for position in range(len(packs))]
@@ -138,33 +131,31 @@ def _backward_kernel(
         d_after = [tuple(d_state_scratch[head] for head in pack) for pack in packs]
 
         def forward(states: Any, differentiated: Any, chunk: Chunk, inverted: jax.Array) -> Any:
-            q, k, v, beta, g = differentiated
-            given = dataclasses.replace(chunk, q=q, k=k, v=v, beta=beta, g=g)
-            decay = decay_of(given, precision)
-            read, erase = scores(given, decay, scale=scale, precision=precision)
-            return advance(states, given, decay, read, erase, inverted, scale=scale, precision=precision)
+            given = dataclasses.replace(chunk, **differentiated)
+            decay = given.decay
+            return advance(states, given, decay, *scores(given, decay), inverted)
 
         gradients = []
         for states, chunk, inverse, d_out, d_states in zip(before, chunks, inverted, d_o, d_after, strict=True):
-            differentiated = (chunk.q, chunk.k, chunk.v, chunk.beta, chunk.g)
+            differentiated = {name: getattr(chunk, name) for name in ("q", "k", "v", "beta", "g")}
             _, pullback = jax.vjp(functools.partial(forward, chunk=chunk, inverted=inverse), states, differentiated)
             gradients.append(pullback((d_out, d_states)))
 
         d_queries: list[tuple[Any, list[Any]]] = [(ref, [None] * layout.query_heads) for ref in (d_q_ref, d_k_ref)]
-        for pack, (d_before, (d_q, d_k, d_v, d_beta, d_g)) in zip(packs, gradients, strict=True):
+        for pack, (d_before, d) in zip(packs, gradients, strict=True):
             for head, d_state in zip(pack, d_before, strict=True):
                 d_state_scratch[head] = d_state
             for position, head in enumerate(pack):
                 lanes, at = layout.key_lanes((position,)), layout.query_head(head)
-                for (_, totals), part in zip(d_queries, (d_q, d_k), strict=True):
+                for (_, totals), part in zip(d_queries, (d["q"], d["k"]), strict=True):
                     totals[at] = part[:, lanes] if totals[at] is None else totals[at] + part[:, lanes]
-            d_v_ref[0, tokens, layout.value_lanes(pack)] = d_v.astype(d_v_ref.dtype)
-            d_beta_ref[0, 0, tokens, pack[0] : pack[-1] + 1] = d_beta
+            d_v_ref[0, tokens, layout.value_lanes(pack)] = d["v"].astype(d_v_ref.dtype)
+            d_beta_ref[0, 0, tokens, pack[0] : pack[-1] + 1] = d["beta"]
             if layout.call.gate == "head":
                 lanes = slice(pack[0] * layout.chunk, (pack[-1] + 1) * layout.chunk)
-                d_g_ref[0, 0, 0, index, :, lanes] = d_g
+                d_g_ref[0, 0, 0, index, :, lanes] = d["g"]
             elif layout.call.gate == "channel":
-                d_g_ref[0, tokens, layout.key_lanes(pack)] = d_g
+                d_g_ref[0, tokens, layout.key_lanes(pack)] = d["g"]
         for ref, totals in d_queries:
             for head, total in enumerate(totals):
                 ref[0, tokens, layout.key_lanes((head,))] = total.astype(ref.dtype)
@@ -191,19 +182,13 @@ def _declaration(layout: Layout) -> Kernel:
         return num_t - 1 - t
 
     values = layout.token_block(width, call.v.dtype, order)
-    queries = Output(
-        (b, layout.t, layout.groups * query_lanes),
-        Block(
-            (1, layout.block_t, query_lanes),
-            call.q.dtype if _parts(layout) == 1 else jnp.float32,
-            lambda i, j, t: (i, order(t), j),
-        ),
-    )
+    query_dtype = call.q.dtype if _parts(layout) == 1 else jnp.float32
+    query_block = Block((1, layout.block_t, query_lanes), query_dtype, lambda i, j, t: (i, order(t), j))
+    queries = Output((b, layout.t, layout.groups * query_lanes), query_block)
     d_g = None
     if call.gate == "head":
-        lanes = heads * chunk
-        shape = (b, layout.groups, num_t, layout.block_chunks, 1, lanes)
-        d_g = Output(shape, layout.rows_block(lanes, order))
+        shape = (b, layout.groups, num_t, layout.block_chunks, 1, heads * chunk)
+        d_g = Output(shape, layout.rows_block(heads * chunk, order))
     elif call.gate == "channel":
         d_g = Output((b, layout.t, hv * depth), layout.token_block(depth, jnp.float32, order))
     d_beta = Block((1, 1, layout.block_t, heads), jnp.float32, lambda i, j, t: (i, j, order(t), 0))
@@ -257,7 +242,7 @@ def _backward(call: DeltaRuleCall, saved: Any, cotangents: Any, launch: Launch) 
         "d_final_state": padded_state(d_final_state, layout),
     }
     d = kernel.run(
-        functools.partial(_backward_kernel, layout=layout, scale=call.scale),
+        functools.partial(_backward_kernel, layout=layout),
         arrays,
         chip=launch.chip,
         cost=cost(arrays, kernel, flops=3 * layout.flops, transcendentals=2 * b * layout.t * hv * chunk),

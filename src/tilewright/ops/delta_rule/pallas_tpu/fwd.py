@@ -15,16 +15,15 @@ from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleTpuForward
 from tilewright.ops.delta_rule.pallas_tpu.blocks import (
     Layout,
-    chunk_of,
     cost,
     input_arrays,
     padded_state,
+    pass_chunk,
     split_heads,
     unpadded_state,
     unsupported_reason,
 )
 from tilewright.ops.delta_rule.pallas_tpu.bwd import backward_heuristic, token_blocks
-from tilewright.ops.delta_rule.wy_transform import advance, decay_of, inverses, scores
 from tilewright.pallas.tpu.kernel import Kernel, Output
 
 
@@ -46,12 +45,10 @@ def _forward_kernel(
     state_scratch,  # [heads, K, V]
     # static
     layout: Layout,
-    scale: float,
     # inputs: those of `Layout.input_blocks`
     **input_refs: Any,
 ):
     step = pl.program_id(2)
-    precision = layout.precision
 
     @pl.when(step == 0)
     def _start():
@@ -61,19 +58,8 @@ def _forward_kernel(
         block_states_ref[0, 0] = state_scratch[...]
 
     def one_chunk(index: jax.Array, carry: Any) -> Any:
-        # All loads before all stores: a store keeps the scheduler from moving later loads before it, and with them all
-        # that the next heads could do while these wait for their products.
-        packs = layout.packs
-        chunks = [chunk_of(input_refs, index, pack, layout, upcast=False) for pack in packs]
-        before = [tuple(state_scratch[head] for head in pack) for pack in packs]
-        decays = [decay_of(chunk, precision) for chunk in chunks]
-        matrices = [scores(c, d, scale=scale, precision=precision) for c, d in zip(chunks, decays, strict=True)]
-        inverted = inverses([m[1] for m in matrices], chunks[0].mask, len(packs[0]), precision, pltpu.roll)
-        results = [
-            advance(*given, scale=scale, precision=precision)
-            for given in zip(before, chunks, decays, *zip(*matrices, strict=True), inverted, strict=True)
-        ]
-        for pack, (o, after) in zip(packs, results, strict=True):
+        _, results = pass_chunk(input_refs, index, lambda head: state_scratch[head], layout, outputs=True)
+        for pack, (o, after) in zip(layout.packs, results, strict=True):
             for head, state in zip(pack, after, strict=True):
                 state_scratch[head] = state
             o_ref[0, layout.tokens_of(index), layout.value_lanes(pack)] = o.astype(o_ref.dtype)
@@ -88,17 +74,13 @@ def _forward_kernel(
 
 def _declaration(layout: Layout, *, save: bool) -> Kernel:
     b, hv, depth, width = layout.b, layout.hv, layout.depth, layout.width
-
-    def order(t: Any) -> Any:
-        return t
-
-    states = Output((b, layout.num_t, hv, depth, width), layout.block_states_block(order))
+    states = Output((b, layout.num_t, hv, depth, width), layout.block_states_block())
     return Kernel(
         name="delta_rule_forward",
         grid=layout.grid,
-        inputs={**layout.input_blocks(order), "initial_state": layout.state_block},
+        inputs={**layout.input_blocks(), "initial_state": layout.state_block},
         outputs={
-            "o": Output((b, layout.t, hv * width), layout.token_block(width, layout.call.v.dtype, order)),
+            "o": Output((b, layout.t, hv * width), layout.token_block(width, layout.call.v.dtype)),
             "final_state": Output((b, hv, depth, width), layout.state_block),
             "block_states": states if save else None,
         },
@@ -121,7 +103,7 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
     kernel = _declaration(layout, save=save)
     arrays = input_arrays(layout) | {"initial_state": padded_state(call.initial_state, layout)}
     outputs = kernel.run(
-        functools.partial(_forward_kernel, layout=layout, scale=call.scale),
+        functools.partial(_forward_kernel, layout=layout),
         arrays,
         chip=launch.chip,
         cost=cost(arrays, kernel, flops=layout.flops, transcendentals=layout.b * layout.t * layout.hv * layout.chunk),
@@ -133,6 +115,7 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
 
 FORWARD = Pass(
     _forward,
+    saved=("B . HV", ""),
     config=DeltaRuleTpuForward,
     heuristic=_heuristic,
     unsupported_reason=unsupported_reason,

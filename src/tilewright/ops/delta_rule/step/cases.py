@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tilewright.core.case import Case, Input, Work, normal
-from tilewright.ops.delta_rule.cases import betas, log_decay, unit
+from tilewright.core.case import Case, Input, Work
+from tilewright.ops.delta_rule.cases import token_inputs
 
 OPS = ("delta_rule_step", "gated_delta_rule_step", "kda_step")
 _FLOAT32_BYTES = 4
@@ -22,21 +22,10 @@ def _case(
     small: bool = False,
     **options: Any,
 ) -> Case:
-    """A case with keys of length 1. FLOPs are 6 K V per head, and three times that with gradients."""
+    """FLOPs are 6 K V per head, and three times that with gradients."""
     hv = hv or h
-    inputs = {
-        "state": Input((b, hv, k, v), dtype="float32"),
-        "q": Input((b, h, k), normal(k**-0.25)),
-        "k": Input((b, h, k), unit),
-        "v": Input((b, hv, v)),
-    }
-    gate_shape = {"delta_rule_step": None, "gated_delta_rule_step": (b, hv), "kda_step": (b, hv, k)}[op]
-    if gate_shape is not None:
-        inputs["g"] = Input(gate_shape, log_decay(gate), dtype="float32")
-    inputs["beta"] = Input((b, hv), betas, dtype="float32")
-
-    states, elements = b * hv * k * v, b * (2 * h * k + hv * v)  # The state; q, k and v.
-    gates = b * hv * (1 + {"delta_rule_step": 0, "gated_delta_rule_step": 1, "kda_step": k}[op])
+    inputs, elements, gates = token_inputs(op, (b,), h, k, v, hv, gate)
+    states = b * hv * k * v
     flops = 6.0 * states
 
     def work(itemsize: int) -> Work:
@@ -50,7 +39,7 @@ def _case(
     return Case(
         op=op,
         name=name,
-        inputs=inputs,
+        inputs={"state": Input((b, hv, k, v), dtype="float32"), **inputs},
         outputs=("o", "state"),
         work=work,
         work_grad=work_grad,

@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import MIB, Chip
 from tilewright.core.implementation import Launch, Pass
-from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropySm90Backward
 from tilewright.ops.linear_cross_entropy.pallas_gpu.sm90_fwd import (
@@ -38,8 +37,10 @@ from tilewright.ops.linear_cross_entropy.pallas_gpu.sm90_fwd import (
     special_tiles,
     unsupported_reason,
 )
+from tilewright.pallas.arrays import dot_f32, padded
 from tilewright.pallas.gpu.gemm import Gemm
-from tilewright.pallas.gpu.kernel import padded, smem_bytes, tile
+from tilewright.pallas.gpu.kernel import smem_bytes, tile
+from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import along_rows, column_indices, load_row_vector
 
 # What the kernel reads of a row: its max, (d_nll + d_logsumexp) / total, and d_nll.
@@ -50,8 +51,7 @@ _BUFFERS = 2
 
 # The gradients of a chunk of logits. It bounds the temporary memory: in total under 1 GiB for N8192 H4096.
 _CHUNK_BYTES = 320 * MIB
-# Block columns that fill 132 multiprocessors evenly, in the kernel (64 block rows) and in dw (16 blocks of H, at
-# 2,048).
+# Block columns that fill 132 multiprocessors evenly, in the kernel (64 block rows) and in dw (H=2048: 16 blocks).
 _FULL_WAVE = 33
 
 
@@ -78,11 +78,10 @@ def _gradient_kernel(
     gradients_ref,  # [N, chunk_v]
     # scratch
     staged_smem,  # [consumers, _BUFFERS, rows, _WIDTH]
+    pipeline: Pipeline,  # the GEMM's
     # static
     gemm: Gemm,
-    vocabulary: int,
-    soft_cap: float | None,
-    **buffers,  # the GEMM's
+    call: LinearCrossEntropyCall,
 ):
     shape = (gemm.rows, _WIDTH)
     block_v, width = gemm.block_n, gradients_ref.shape[1]
@@ -109,13 +108,13 @@ def _gradient_kernel(
 
                 def one_part(part: int = part) -> None:
                     columns = slice(part * _WIDTH, (part + 1) * _WIDTH)
-                    logits, per_nat, tanh = capped(products[:, columns], soft_cap)
+                    logits, per_nat, tanh = capped(products[:, columns], call.soft_cap)
                     gradient = along_rows(factor, shape) * jnp.exp2(logits * per_nat - along_rows(highest, shape))
                     if masked:
                         column = column_indices(shape, (first_block + j) * block_v + part * _WIDTH)
                         gradient = gradient - jnp.where(column == label, label_factor, 0.0)
                         # Past the end a logit is 0, which may be far above the max.
-                        gradient = jnp.where(column < vocabulary, gradient, 0.0)
+                        gradient = jnp.where(column < call.w.shape[1], gradient, 0.0)
                     if tanh is not None:
                         gradient = gradient * (1.0 - tanh * tanh)
                     staged = staged_smem.at[consumer, part % _BUFFERS]
@@ -140,7 +139,7 @@ def _gradient_kernel(
 
         return finish
 
-    gemm.main_loop(x_ref, w_ref, epilogue, first_column=first_block * block_v, **buffers)
+    gemm.main_loop(x_ref, w_ref, pipeline, epilogue, first_column=first_block * block_v)
 
 
 def _scratch(gemm: Gemm) -> dict[str, Any]:
@@ -152,14 +151,8 @@ def _memory(call: LinearCrossEntropyCall, launch: Launch) -> dict[str, int]:
     return {"backward": smem_bytes({**_scratch(gemm), **gemm.scratch()})}
 
 
-def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a and b contracted over one axis each, accumulated in float32."""
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
-
-
 def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch: Launch) -> LinearCrossEntropyCall:
-    (highest, total), (d_nll, d_logsumexp) = saved, cotangents
+    (highest, total, _), (d_nll, d_logsumexp) = saved, cotangents
     (n, h), v = call.x.shape, call.w.shape[1]
     config: LinearCrossEntropySm90Backward = launch.config
     whole = logits_gemm(call, launch, v)
@@ -173,7 +166,7 @@ def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch:
         dx, dw = sums  # [N, H] float32, [H, V]
         gemm = logits_gemm(call, launch, width)
         gradients = gemm.run(
-            functools.partial(_gradient_kernel, gemm=gemm, vocabulary=v, soft_cap=call.soft_cap),
+            functools.partial(_gradient_kernel, gemm=gemm, call=call),
             name="linear_cross_entropy_backward",
             inputs={
                 "x": x,
@@ -188,14 +181,12 @@ def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch:
         )["gradients"]  # [N, width]
         start = first_block * config.block_v
         w_chunk = jax.lax.dynamic_slice_in_dim(w, start, width, axis=1)  # [H, width]
-        dw_chunk = _product(x, gradients, (0, 0)).astype(x.dtype)  # [H, width]
+        dw_chunk = dot_f32(x, gradients, (0, 0)).astype(x.dtype)  # [H, width]
         dw = jax.lax.dynamic_update_slice_in_dim(dw, dw_chunk, start, axis=1)
-        return dx + _product(gradients, w_chunk, (1, 1)), dw
+        return dx + dot_f32(gradients, w_chunk, (1, 1)), dw
 
-    # A loop: each chunk's gradients reuse the memory of the previous ones, and there are at most two kernels to
-    # compile.
-    axes = varying_axes(x)
-    sums = (vary_over(jnp.zeros(x.shape, jnp.float32), axes), vary_over(jnp.zeros(w.shape, w.dtype), axes))
+    # A loop: each chunk's gradients reuse the memory of the last ones, and at most two kernels are compiled.
+    sums = (jnp.zeros(x.shape, jnp.float32), jnp.zeros(w.shape, w.dtype))
     chunks, rest = divmod(w.shape[1], config.chunk_v)
     blocks = jnp.int32(config.chunk_v // config.block_v)
     if chunks:

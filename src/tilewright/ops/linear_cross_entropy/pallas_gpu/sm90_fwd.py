@@ -30,12 +30,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.core.call import Static
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropySm90Forward
+from tilewright.ops.linear_cross_entropy.vocabulary import RowStatistics
+from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.gemm import Gemm
-from tilewright.pallas.gpu.kernel import padded, smem_bytes
+from tilewright.pallas.gpu.kernel import smem_bytes
+from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import LOG2_E, along_rows, column_indices, load_row_vector
 from tilewright.pallas.gpu.wgmma import not_bfloat16
 
@@ -86,9 +90,7 @@ def special_tiles(labels: jax.Array, v: int, rows: int, block_v: int) -> jax.Arr
 
 
 def capped(products: jax.Array, soft_cap: float | None) -> tuple[jax.Array, float, jax.Array | None]:
-    """The logits; the factor that converts them to units of log 2, for the multiply-add with the max; and tanh, or
-    None.
-    """
+    """The logits; the factor to units of log 2, for the multiply-add with the max; and tanh, or None."""
     if soft_cap is None:
         return products, LOG2_E, None
     # tanh from an exponential: the hardware's own is accurate to 11 bits only.
@@ -108,11 +110,10 @@ def _forward_kernel(
     statistics_ref,  # [num_v, _STATISTICS, N]
     # scratch
     statistics_smem,  # [consumers, _STATISTICS, rows]
+    pipeline: Pipeline,  # the GEMM's
     # static
     gemm: Gemm,
-    vocabulary: int,
-    soft_cap: float | None,
-    **buffers,  # the GEMM's
+    call: LinearCrossEntropyCall,
 ):
     shape = (gemm.rows, gemm.block_n)
 
@@ -123,12 +124,12 @@ def _forward_kernel(
         staged = statistics_smem.at[consumer]
 
         def reduce(products: jax.Array, *, masked: bool) -> None:
-            logits, factor, _ = capped(products, soft_cap)
+            logits, factor, _ = capped(products, call.soft_cap)
             if masked:
                 column = column_indices(shape, j * gemm.block_n)
                 is_label = column == along_rows(load_row_vector(labels_ref.at[rows]), shape)
                 staged[_LABEL] = jnp.sum(jnp.where(is_label, logits, 0.0), axis=1) * factor
-                logits = jnp.where(column < vocabulary, logits, _MASKED)
+                logits = jnp.where(column < call.w.shape[1], logits, _MASKED)
             highest = jnp.max(logits, axis=1) * factor
             staged[_HIGHEST] = highest
             staged[_TOTAL] = jnp.sum(jnp.exp2(logits * factor - along_rows(highest, shape)), axis=1)
@@ -144,7 +145,7 @@ def _forward_kernel(
 
         return finish
 
-    gemm.main_loop(x_ref, w_ref, epilogue, **buffers)
+    gemm.main_loop(x_ref, w_ref, pipeline, epilogue)
 
 
 def _scratch(gemm: Gemm) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def _forward(call: LinearCrossEntropyCall, launch: Launch, *, save: bool) -> tup
     x, w = gemm.pad(call.x, call.w)
     shape = (gemm.tiles.columns, _STATISTICS, x.shape[0])
     statistics = gemm.run(
-        functools.partial(_forward_kernel, gemm=gemm, vocabulary=v, soft_cap=call.soft_cap),
+        functools.partial(_forward_kernel, gemm=gemm, call=call),
         name="linear_cross_entropy_forward",
         inputs={"x": x, "w": w, "labels": labels, "special": special_tiles(labels, v, gemm.rows, gemm.block_n)},
         outputs={"statistics": jax.ShapeDtypeStruct(shape, jnp.float32)},
@@ -175,7 +176,9 @@ def _forward(call: LinearCrossEntropyCall, launch: Launch, *, save: bool) -> tup
     # Tiles without a row's label leave this undefined, so only the label's tile is read.
     label_logit = statistics[labels[:n] // gemm.block_n, _LABEL, jnp.arange(n, dtype=jnp.int32)]  # [N]
     log_total = jnp.log(total)
-    return ((highest - label_logit) / LOG2_E + log_total, highest / LOG2_E + log_total), (highest, total)
+    return ((highest - label_logit) / LOG2_E + log_total, highest / LOG2_E + log_total), RowStatistics(
+        highest, total, Static(LOG2_E)
+    )
 
 
 def _heuristic(chip: Chip, call: LinearCrossEntropyCall) -> LinearCrossEntropySm90Forward:
@@ -184,6 +187,7 @@ def _heuristic(chip: Chip, call: LinearCrossEntropyCall) -> LinearCrossEntropySm
 
 FORWARD = Pass(
     _forward,
+    saved="*tokens",
     config=LinearCrossEntropySm90Forward,
     heuristic=_heuristic,
     unsupported_reason=unsupported_reason,

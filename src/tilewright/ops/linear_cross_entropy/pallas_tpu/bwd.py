@@ -26,7 +26,6 @@ from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuBackward
 from tilewright.ops.linear_cross_entropy.pallas_tpu.fwd import (
-    dot_f32,
     for_row_tiles,
     hidden_slices,
     largest_blocks,
@@ -34,6 +33,7 @@ from tilewright.ops.linear_cross_entropy.pallas_tpu.fwd import (
     temporaries_bytes,
     unsupported_reason,
 )
+from tilewright.pallas.arrays import dot_f32
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
 
 _ROW_ARRAYS = 6  # Values per row that the compiler may keep in VMEM: the four of `rows` apart, and their products.
@@ -55,13 +55,10 @@ def _d_logits(
     return d_logits
 
 
-def _below(first: jax.Array, shape: tuple[int, ...], axis: int, end: int) -> jax.Array:
-    """Which elements of a block that begins at `first` lie before `end` along `axis`."""
-    return first + jax.lax.broadcasted_iota(jnp.int32, shape, axis) < end
-
-
-def _masked(mask: jax.Array, values: jax.Array) -> jax.Array:
-    return jnp.where(mask, values, jnp.zeros_like(values))
+def _up_to(end: int, values: jax.Array, axis: int, first: jax.Array) -> jax.Array:
+    """The part of an array that begins at `first` along `axis`, with zeros from `end` on."""
+    inside = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) < end
+    return jnp.where(inside, values, jnp.zeros_like(values))
 
 
 def _dx_kernel(
@@ -75,13 +72,10 @@ def _dx_kernel(
     # scratch
     dx_scratch,  # [block_n, H] float32
     # static
-    vocabulary: int,
-    soft_cap: float | None,
-    block_h: int,
-    tile_n: int,
+    call: LinearCrossEntropyCall,
+    config: LinearCrossEntropyTpuBackward,
 ):
-    step = pl.program_id(1)
-    block_v = w_ref.shape[1]
+    step, vocabulary, block_v = pl.program_id(1), call.w.shape[1], w_ref.shape[1]
     first = step * block_v
 
     @pl.when(step == 0)
@@ -89,17 +83,17 @@ def _dx_kernel(
         dx_scratch[...] = jnp.zeros_like(dx_scratch)
 
     def add_tile(rows: Any) -> None:
-        d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first, soft_cap, block_h)  # [tile_n, block_v]
+        d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first, call.soft_cap, config.block_h)  # [tile_n, block_v]
         if vocabulary % block_v:
-            d_logits = _masked(_below(first, d_logits.shape, 1, vocabulary), d_logits)
+            d_logits = _up_to(vocabulary, d_logits, 1, first)
         d_logits = d_logits.astype(w_ref.dtype)
-        for part in hidden_slices(w_ref.shape[0], block_h):
+        for part in hidden_slices(w_ref.shape[0], config.block_h):
             w = w_ref[part, :]  # [block_h, block_v]
             if vocabulary % block_v:
-                w = _masked(_below(first, w.shape, 1, vocabulary), w)
+                w = _up_to(vocabulary, w, 1, first)
             dx_scratch[rows, part] += dot_f32(d_logits, w, (1, 1))  # [tile_n, block_h]
 
-    for_row_tiles(x_ref.shape[0], tile_n, add_tile)
+    for_row_tiles(x_ref.shape[0], config.tile_n, add_tile)
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _finish():
@@ -117,13 +111,10 @@ def _dw_kernel(
     # scratch
     dw_scratch,  # [H, block_v] float32
     # static
-    num_rows: int,
-    soft_cap: float | None,
-    block_h: int,
-    tile_n: int,
+    call: LinearCrossEntropyCall,
+    config: LinearCrossEntropyTpuBackward,
 ):
-    step = pl.program_id(1)
-    block_n, block_v = x_ref.shape[0], w_ref.shape[1]
+    step, num_rows, block_n, block_v = pl.program_id(1), call.x.shape[0], x_ref.shape[0], w_ref.shape[1]
 
     @pl.when(step == 0)
     def _start():
@@ -133,17 +124,18 @@ def _dw_kernel(
 
     def add_tile(rows: Any) -> None:
         first = step * block_n + rows.start
-        d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first_column, soft_cap, block_h)  # [tile_n, block_v]
+        # [tile_n, block_v]
+        d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first_column, call.soft_cap, config.block_h)
         if num_rows % block_n:
-            d_logits = _masked(_below(first, d_logits.shape, 0, num_rows), d_logits)
+            d_logits = _up_to(num_rows, d_logits, 0, first)
         d_logits = d_logits.astype(x_ref.dtype)
-        for part in hidden_slices(x_ref.shape[1], block_h):
+        for part in hidden_slices(x_ref.shape[1], config.block_h):
             x = x_ref[rows, part]  # [tile_n, block_h]
             if num_rows % block_n:
-                x = _masked(_below(first, x.shape, 0, num_rows), x)
+                x = _up_to(num_rows, x, 0, first)
             dw_scratch[part, :] += dot_f32(x, d_logits, (0, 0))  # [block_h, block_v]
 
-    for_row_tiles(block_n, tile_n, add_tile)
+    for_row_tiles(block_n, config.tile_n, add_tile)
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _finish():
@@ -192,7 +184,7 @@ def _heuristic(chip: Chip, call: LinearCrossEntropyCall) -> LinearCrossEntropyTp
 
 
 def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch: Launch) -> LinearCrossEntropyCall:
-    (highest, total), (d_nll, d_logsumexp) = saved, cotangents
+    (highest, total, _), (d_nll, d_logsumexp) = saved, cotangents
     x, w, config = call.x, call.w, launch.config
     (n, h), v = x.shape, w.shape[1]
     label_bits = jax.lax.bitcast_convert_type(call.labels, jnp.float32)
@@ -202,7 +194,7 @@ def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch:
         kernel = _declaration(call, output, block_n, block_v)
         refetched = next(iter(kernel.grid.values())).size * streamed
         return kernel.run(
-            functools.partial(body, soft_cap=call.soft_cap, block_h=config.block_h, tile_n=config.tile_n),
+            functools.partial(body, call=call, config=config),
             {"x": x, "w": w, "rows": rows},
             chip=launch.chip,
             cost=pl.CostEstimate(
@@ -212,10 +204,8 @@ def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch:
             ),
         )[output]
 
-    dx_body = functools.partial(_dx_kernel, vocabulary=v)
-    dw_body = functools.partial(_dw_kernel, num_rows=n)
-    dx = run("dx", dx_body, config.block_n_dx, config.block_v_dx, streamed=h * v, written=n * h)
-    dw = run("dw", dw_body, config.block_n_dw, config.block_v_dw, streamed=n * h, written=h * v)
+    dx = run("dx", _dx_kernel, config.block_n_dx, config.block_v_dx, streamed=h * v, written=n * h)
+    dw = run("dw", _dw_kernel, config.block_n_dw, config.block_v_dw, streamed=n * h, written=h * v)
     return call.gradients(x=dx, w=dw)
 
 

@@ -43,6 +43,8 @@ from tilewright.core.chip import LANES, ROW_TILE, Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuForward
+from tilewright.ops.linear_cross_entropy.vocabulary import RowStatistics
+from tilewright.pallas.arrays import dot_f32
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
 
 # Far below any logit, and far enough from float32's end that a difference of two stays finite.
@@ -50,8 +52,7 @@ _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 _FLOAT32_BYTES = 4
 
 # Block sizes to choose from, largest first. At these a step moves at most one byte per 1,024 FLOPs, which every TPU's
-# memory keeps up with; wider ones double the code, and the time to compile it (3.7 MB for a v5p with 1,024 columns and
-# H=2048).
+# memory keeps up with; wider ones double the code, and the time to compile it (v5p, 1,024 columns, H=2048: 3.7 MB).
 _ROWS = (1024, 512, 256, 128, 64, 32, 16)
 _COLUMNS = (512, 256, 128)
 # The MXU is 256 wide on v6e and later: a narrower stream starves it.
@@ -91,17 +92,6 @@ def temporaries_bytes(call: LinearCrossEntropyCall, block_n: int, block_v: int, 
     return tile + row_arrays * block_n * LANES * _FLOAT32_BYTES
 
 
-def dot_f32(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a and b contracted over one axis each; accumulated in float32, and multiplied in it where they are float32."""
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def for_row_tiles(block_n: int, tile_n: int, body: Callable[[Any], None]) -> None:
     """Calls `body` with a slice for each tile of rows of a block: in a loop, so that its code is generated once."""
     if block_n <= tile_n:
@@ -139,13 +129,10 @@ def _forward_kernel(
     total_scratch,  # [block_n, LANES]
     label_logit_scratch,  # [block_n, LANES]
     # static
-    vocabulary: int,
-    soft_cap: float | None,
-    block_h: int,
-    tile_n: int,
+    call: LinearCrossEntropyCall,
+    config: LinearCrossEntropyTpuForward,
 ):
-    step = pl.program_id(1)
-    block_v = w_ref.shape[1]
+    step, vocabulary, block_v = pl.program_id(1), call.w.shape[1], w_ref.shape[1]
 
     @pl.when(step == 0)
     def _start():
@@ -158,7 +145,7 @@ def _forward_kernel(
     columns = [step * block_v + start + lane for start in starts]  # each [1, LANES]
 
     def add_tile(rows: Any) -> None:
-        logits = logits_tile(x_ref, w_ref, rows, soft_cap, block_h)  # [tile_n, block_v]
+        logits = logits_tile(x_ref, w_ref, rows, call.soft_cap, config.block_h)  # [tile_n, block_v]
         groups = [logits[:, start : start + LANES] for start in starts]  # each [tile_n, LANES]
         if vocabulary % block_v:
             groups = [jnp.where(column < vocabulary, g, _MASKED) for column, g in zip(columns, groups, strict=True)]
@@ -174,7 +161,7 @@ def _forward_kernel(
         total_scratch[rows, :] = total
         label_logit_scratch[rows, :] = label_logit
 
-    for_row_tiles(x_ref.shape[0], tile_n, add_tile)
+    for_row_tiles(x_ref.shape[0], config.tile_n, add_tile)
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _finish():
@@ -206,9 +193,8 @@ def _declaration(call: LinearCrossEntropyCall, block_n: int, block_v: int) -> Ke
 
 
 def _vmem_bytes(call: LinearCrossEntropyCall, config: LinearCrossEntropyTpuForward) -> int:
-    blocks = (config.block_n, config.block_v)
-    temporaries = temporaries_bytes(call, *blocks, config.tile_n, row_arrays=1)
-    return _declaration(call, *blocks).vmem_bytes(temporaries)
+    temporaries = temporaries_bytes(call, config.block_n, config.block_v, config.tile_n, row_arrays=1)
+    return _declaration(call, config.block_n, config.block_v).vmem_bytes(temporaries)
 
 
 def _heuristic(chip: Chip, call: LinearCrossEntropyCall) -> LinearCrossEntropyTpuForward:
@@ -224,9 +210,7 @@ def _forward(call: LinearCrossEntropyCall, launch: Launch, *, save: bool) -> tup
     (n, h), v = x.shape, w.shape[1]
     kernel = _declaration(call, config.block_n, config.block_v)
     rows = kernel.run(
-        functools.partial(
-            _forward_kernel, vocabulary=v, soft_cap=call.soft_cap, block_h=config.block_h, tile_n=config.tile_n
-        ),
+        functools.partial(_forward_kernel, call=call, config=config),
         {"x": x, "w": w, "labels": call.labels[:, None]},
         chip=launch.chip,
         cost=pl.CostEstimate(
@@ -236,11 +220,12 @@ def _forward(call: LinearCrossEntropyCall, launch: Launch, *, save: bool) -> tup
         ),
     )["rows"]  # [N, 4]
     nll, logsumexp, highest, total = (rows[:, column] for column in range(4))
-    return (nll, logsumexp), (highest, total)
+    return (nll, logsumexp), RowStatistics(highest, total)
 
 
 FORWARD = Pass(
     _forward,
+    saved="*tokens",
     config=LinearCrossEntropyTpuForward,
     heuristic=_heuristic,
     unsupported_reason=unsupported_reason,

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.ops.attention.decode.call import DecodeCall
 from tilewright.ops.attention.softmax_rows import LOG2_E, LOWEST
-from tilewright.pallas.gpu.kernel import padded
+from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.registers import few_rows, store
 
 ROWS = 64  # Of a wgmma product: the fewest there are.
@@ -105,9 +105,7 @@ def load_eight(ref: Any, width: int = _LANES_PER_ROW) -> jax.Array:
 
 
 def store_logsumexp(ref: Any, smem: Any, piece: int) -> None:
-    """Writes the first `piece` numbers of `smem` to `ref` in global memory, with plain stores: copies take 16 bytes or
-    more.
-    """
+    """Writes the first `piece` numbers of `smem` to `ref` with plain stores: copies take 16 bytes or more."""
     if piece == EIGHT:
         store(ref, load_eight(smem))
         return

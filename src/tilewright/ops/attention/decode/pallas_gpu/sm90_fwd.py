@@ -49,7 +49,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
-from tilewright.core.implementation import Launch
+from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.attention.decode.bounds import Outputs
 from tilewright.ops.attention.decode.call import DecodeCall
 from tilewright.ops.attention.decode.config import SM90_MOST_SPLITS, DecodeSm90Forward
@@ -67,7 +67,8 @@ from tilewright.ops.attention.decode.pallas_gpu.rows import (
 )
 from tilewright.ops.attention.pallas_gpu.tiles import scaled_logits
 from tilewright.ops.attention.softmax_rows import LOWEST, MASKED
-from tilewright.pallas.gpu.kernel import compiler_params, interpreted, padded, run_kernel, smem_bytes, tile
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.kernel import compiler_params, interpreted, run_kernel, smem_bytes, tile
 from tilewright.pallas.gpu.registers import WGMMA, split_hi_lo, store, transposed
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 from tilewright.pallas.gpu.wgmma import accumulate, not_bfloat16, product
@@ -81,7 +82,7 @@ _SMEM_BESIDE_SCRATCH = 3072  # Room for sums across warps, and what the compiler
 _SMEM_PER_BLOCK = 1024  # Reserved by a multiprocessor for each of its blocks.
 
 
-def heuristic(chip: Chip, call: DecodeCall) -> DecodeSm90Forward:
+def _heuristic(chip: Chip, call: DecodeCall) -> DecodeSm90Forward:
     """As many stages as let two thread blocks share a multiprocessor, and the fewest splits that keep nine tenths of the
     GPU busy to the end, or come closest to it.
     """
@@ -90,7 +91,7 @@ def heuristic(chip: Chip, call: DecodeCall) -> DecodeSm90Forward:
     smem, multiprocessors = chip.smem_bytes or 227 * 1024, chip.multiprocessors or 132
 
     def needed(stages: int) -> int:
-        return memory(call, Launch(chip, DecodeSm90Forward(_BLOCK_K, stages, 1), None))["decode"]
+        return _memory(call, Launch(chip, DecodeSm90Forward(_BLOCK_K, stages, 1), None))["decode"]
 
     shared = (smem + _SMEM_PER_BLOCK) // _BLOCKS_PER_MULTIPROCESSOR - _SMEM_PER_BLOCK
     alone = needed(2) > shared
@@ -110,7 +111,7 @@ def heuristic(chip: Chip, call: DecodeCall) -> DecodeSm90Forward:
     return DecodeSm90Forward(_BLOCK_K, stages, splits)
 
 
-def unsupported_reason(call: DecodeCall, launch: Launch) -> str | None:
+def _unsupported_reason(call: DecodeCall, launch: Launch) -> str | None:
     if (reason := not_bfloat16(call.q)) is not None:
         return reason
     d, dv, page, block = call.q.shape[3], call.v.shape[3], call.page, launch.config.block_k
@@ -159,7 +160,7 @@ def _combine_scratch(call: DecodeCall, config: DecodeSm90Forward) -> dict[str, A
     }
 
 
-def memory(call: DecodeCall, launch: Launch) -> dict[str, int]:
+def _memory(call: DecodeCall, launch: Launch) -> dict[str, int]:
     kernels = {"decode": _decode_scratch(call, launch.config), "combine": _combine_scratch(call, launch.config)}
     return {name: smem_bytes(scratch) + _SMEM_BESIDE_SCRATCH for name, scratch in kernels.items()}
 
@@ -199,8 +200,7 @@ def _decode_kernel(
     length = lengths_ref[b]
     in_range = (length >= 0) & (length <= call.room)
     length = jnp.where(in_range, length, 0)
-    # Positions of the queries: the last `tokens` of the sequence. The first block is the one where the first query's
-    # window begins.
+    # The queries are the last `tokens` of the sequence. The first query's window begins in the first block.
     first_block = jnp.int32(0)
     if window is not None:
         first_block = lax.div(jnp.maximum(length - rows.tokens - window, 0), jnp.int32(block_k))
@@ -265,7 +265,7 @@ def _decode_kernel(
         keys, values = (smem.at[rows_of(stage, 0, block_k)] for smem in (k_smem, v_smem))
         plgpu.barrier_wait(k_full.at[stage])
         logits = product(shape, lambda sum_: sum_.add(queries, transposed(keys)))
-        logits, factor, _ = scaled_logits(logits, call.scale, call.soft_cap)
+        logits, factor, _ = scaled_logits(logits, call)
         key = column + start
         keep = key <= position
         if window is not None:
@@ -424,7 +424,7 @@ def _combine_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-def forward(call: DecodeCall, launch: Launch, *, save: bool) -> tuple[Outputs, None]:
+def _forward(call: DecodeCall, launch: Launch, *, save: bool) -> tuple[Outputs, None]:
     """out [B, T, H, Dv] and logsumexp [B, T, H]; lengths and pages may be out of range."""
     config: DecodeSm90Forward = launch.config
     (b, t, h, _), dtype, rows = call.q.shape, call.q.dtype, Rows(call)
@@ -471,3 +471,13 @@ def forward(call: DecodeCall, launch: Launch, *, save: bool) -> tuple[Outputs, N
         )
         out, logsumexp = combined["out"], combined["logsumexp"]
     return (rows.restored(out[..., : call.v.shape[3]]), rows.restored(logsumexp)), None
+
+
+FORWARD = Pass(
+    _forward,
+    config=DecodeSm90Forward,
+    heuristic=_heuristic,
+    unsupported_reason=_unsupported_reason,
+    memory=_memory,
+    memory_fields="fewer stages or a smaller block_k",
+)

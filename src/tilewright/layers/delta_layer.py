@@ -1,0 +1,196 @@
+"""The delta-rule layers' base: their state, and all but the gates and the norm of the outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from tilewright.core.dispatch import ImplementationName
+from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, project
+from tilewright.ops.delta_rule.api import LARGEST_WIDTH, SMALLEST_WIDTH
+from tilewright.ops.short_conv.api import MAX_WIDTH, MIN_WIDTH, short_conv, short_conv_step
+
+# The ranges of the initial time steps and rates A of the gates, as in Mamba 2 and Gated DeltaNet.
+_SHORTEST_STEP, _LONGEST_STEP = 1e-3, 1e-1
+_SLOWEST_RATE, _FASTEST_RATE = 1.0, 16.0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeltaState:
+    """What a delta-rule layer carries from one call to the next. Its size does not depend on the tokens read."""
+
+    q_conv: Leaf  # [B, W-1, H K], the last inputs of the convolution, in the dtype of the activations
+    k_conv: Leaf  # [B, W-1, H K]
+    v_conv: Leaf  # [B, W-1, HV V]
+    memory: Leaf  # [B, HV, K, V] float32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes of a delta-rule layer's heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        """The channels of the queries, and of the keys, over all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The channels of the values, over all heads."""
+        return self.value_heads * self.value_dim
+
+
+class DeltaLayer[W](Layer[W]):
+    """Base of the delta-rule layers."""
+
+    state = DeltaState
+    op: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
+    """The delta rule of whole sequences, and its step."""
+    conv_width: int
+
+    @property
+    def heads(self) -> Heads:
+        raise NotImplementedError
+
+    def gates(self, weights: Any, x: Float[Array, "B T D"]) -> tuple[jax.Array, ...]:
+        """The log-decays, where the delta rule takes any, and beta, both in float32."""
+        raise NotImplementedError
+
+    def normalised(self, weights: Any, x: Float[Array, "B T D"], o: Float[Array, "B T HV V"]) -> jax.Array:
+        """The norm of the outputs, times their gate, if they have one."""
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Those that all delta-rule layers have, with the names of fla's and Kimi Linear's checkpoints."""
+        channels = {"q": self.heads.keys, "k": self.heads.keys, "v": self.heads.values}
+        return {
+            **{f"{of}_proj": linear(f"{of}_proj", self.d_model, count) for of, count in channels.items()},
+            **{f"{of}_conv": _convolution(f"{of}_conv1d", self.conv_width, count) for of, count in channels.items()},
+            "beta_proj": linear("b_proj", self.d_model, self.heads.value_heads),
+            "norm": norm("o_norm", self.heads.value_dim),
+            "o_proj": linear("o_proj", self.heads.values, self.d_model),
+        }
+
+    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> DeltaState:
+        """The state before the first token, for activations of `dtype`. It serves any number of tokens."""
+        del capacity  # For attention layers: a caller need not know which kind of layer it has.
+        shapes = self._state_shapes()
+        dtypes = {name: jnp.float32 if name == "memory" else dtype for name in shapes}
+        return DeltaState(**{name: jnp.zeros((batch, *shape), dtypes[name]) for name, shape in shapes.items()})
+
+    def _state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the state's fields, without B."""
+        heads, before = self.heads, self.conv_width - 1
+        keys, values = (before, heads.keys), (before, heads.values)
+        memory = (heads.value_heads, heads.key_dim, heads.value_dim)
+        return {"q_conv": keys, "k_conv": keys, "v_conv": values, "memory": memory}
+
+    def apply(
+        self,
+        weights: Any,
+        x: Float[Array, "*tokens D"],
+        state: Any = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        implementation: ImplementationName | None = None,
+    ) -> tuple[Float[Array, "B T D"], DeltaState]:
+        """Returns y [B, T, D] and the state after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
+
+        With the `state` of an earlier call it continues from there. `segment_ids` [B, T] separates packed sequences;
+        the given state belongs to the first token's segment. `implementation` is that of the delta rule; the other ops,
+        and the step of a single token, take the best that the device can run.
+        """
+        self.check_tokens(x)
+        self.check_weights(weights)
+        if state is None:
+            state = DeltaState(None, None, None, None)
+        else:
+            self.check_state(state, x, **self._state_shapes())
+        (b, t, _), heads = x.shape, self.heads
+        q, q_conv = _convolved(x, weights.q_proj, weights.q_conv, state.q_conv, segment_ids)
+        k, k_conv = _convolved(x, weights.k_proj, weights.k_conv, state.k_conv, segment_ids)
+        v, v_conv = _convolved(x, weights.v_proj, weights.v_conv, state.v_conv, segment_ids)
+        q, k = (keys.reshape(b, t, heads.key_heads, heads.key_dim) for keys in (q, k))  # [B, T, H, K]
+        inputs = (q, k, v.reshape(b, t, heads.value_heads, heads.value_dim), *self.gates(weights, x))
+        sequence, step = self.op
+        if t != 1:
+            options = {"segment_ids": segment_ids, "implementation": implementation}
+            o, memory = sequence(*inputs, initial_state=state.memory, normalize_qk=True, **options)
+        else:
+            before = state.memory
+            if before is None:
+                before = jnp.zeros((b, heads.value_heads, heads.key_dim, heads.value_dim), jnp.float32)
+            o, memory = step(before, *(array[:, 0] for array in inputs), normalize_qk=True)
+            o = o[:, None]
+        o = self.normalised(weights, x, o)  # [B, T, HV, V]
+        y = project(o.reshape(b, t, heads.values), weights.o_proj)
+        return y, DeltaState(q_conv, k_conv, v_conv, memory)
+
+    def check_heads(self, *widths: str) -> None:
+        """Checks the width of the convolutions, and the named widths of heads, against what the ops take."""
+        width = self.conv_width
+        if not isinstance(width, int) or not MIN_WIDTH <= width <= MAX_WIDTH:
+            raise ValueError(f"conv_width={width!r} must be an integer from {MIN_WIDTH} to {MAX_WIDTH}; models use 4")
+        for name in widths:
+            if not SMALLEST_WIDTH <= getattr(self, name) <= LARGEST_WIDTH:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be from {SMALLEST_WIDTH} to {LARGEST_WIDTH}, the widths that the "
+                    f"delta-rule ops take; use more heads of fewer channels, or fewer heads of more"
+                )
+
+
+def _convolved(
+    x: Float[Array, "B T D"],
+    projection: Float[Array, "D E"],
+    filters: Float[Array, "W E"],
+    conv_state: Float[Array, "B W-1 E"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B W-1 E"]]:
+    """silu(conv(x projection)), and the convolution's state after it. A single token takes the step."""
+    y = project(x, projection)
+    filters = filters.astype(y.dtype)
+    conv_state = None if conv_state is None else conv_state.astype(y.dtype)
+    if x.shape[1] != 1:
+        return short_conv(y, filters, activation="silu", initial_state=conv_state, segment_ids=segment_ids)
+    if conv_state is None:
+        conv_state = jnp.zeros((y.shape[0], filters.shape[0] - 1, y.shape[2]), y.dtype)
+    y_t, last = short_conv_step(conv_state, y[:, 0], filters, activation="silu")
+    return y_t[:, None], last
+
+
+def _convolution(name: str, width: int, channels: int) -> Parameter:
+    """Filters [W, channels], uniform in [-W ** -0.5, W ** -0.5]. A checkpoint has them as [channels, 1, W]."""
+
+    def draw(key: PRNGKeyArray, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.uniform(key, shape, jnp.float32, -(width**-0.5), width**-0.5)
+
+    return Parameter((width, channels), draw, f"{name}.weight", transposed=True)
+
+
+def decay_parameters(heads: int, *per_head: int) -> dict[str, Parameter]:
+    """A_log [heads] and dt_bias [heads, ...] of a gate. They are float32, since their exponentials are taken.
+
+    The rate exp(A_log) is uniform in [1, 16]. The softplus of dt_bias is a time step, log-uniform in [0.001, 0.1].
+    """
+
+    def rate_log(key: PRNGKeyArray, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.log(jax.random.uniform(key, shape, jnp.float32, _SLOWEST_RATE, _FASTEST_RATE))
+
+    def step_bias(key: PRNGKeyArray, shape: tuple[int, ...]) -> jax.Array:
+        low, high = jnp.log(_SHORTEST_STEP), jnp.log(_LONGEST_STEP)
+        step = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
+        return step + jnp.log(-jnp.expm1(-step))  # The inverse of softplus.
+
+    return {
+        "A_log": Parameter((heads,), rate_log, "A_log", float32=True),
+        "dt_bias": Parameter((heads, *per_head), step_bias, "dt_bias", float32=True),
+    }

@@ -63,6 +63,7 @@ def test_the_library_depends_on_jax_jaxtyping_and_numpy() -> None:
     assert set(project["optional-dependencies"]) == {"bench", "models", "tpu", "gpu", "aot", "sky", "ray"}
 
 
+@pytest.mark.slow
 def test_ops_and_layers_run_without_extras() -> None:
     done = library("""
         import jax

@@ -131,6 +131,7 @@ def test_an_ambiguous_job_id_lists_the_jobs() -> None:
     assert {job.id for job in journal.every()} == set(ids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_following_and_not_the_job(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tilewright.cli.main", "run", "--", "bash", "-c", "echo begun; sleep 100"]
     # SIGINT may be ignored where the tests run in the background, and that is inherited.

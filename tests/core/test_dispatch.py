@@ -51,6 +51,7 @@ def test_too_few_threads_for_the_interpreter_are_an_error_not_a_hang(monkeypatch
     assert target.gpu_interpret_params(target.Interpret(), alone=True) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be taken away here")
 @pytest.mark.parametrize(("told", "devices"), [({}, 4), ({"JAX_NUM_CPU_DEVICES": "2"}, 2)])
 def test_room_is_made_for_the_interpreter_unless_jax_was_told(told: dict[str, str], devices: int) -> None:

@@ -54,6 +54,7 @@ def test_the_published_equations_in_numpy(name: str) -> None:
     np.testing.assert_allclose(y, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in LAYERS), ("kda", "bfloat16"), ("softmax", "bfloat16")]
 )
@@ -95,6 +96,7 @@ def test_the_best_implementation_agrees_with_the_reference(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=3e-5 * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gdn", "softmax"])
 def test_gradients_flow_through_the_state(name: str) -> None:
     x = tokens(1, 12)

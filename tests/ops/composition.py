@@ -472,6 +472,7 @@ class Composition:
         outputs = dict(zip(self.composed().outputs, got, strict=True))
         self.assert_same(outputs, {name: want[name] for name in outputs}, "exported")
 
+    @pytest.mark.slow
     def test_export_takes_each_platform_s_kernel_or_refuses(self) -> None:
         """Never silently the plain implementation. Nothing is compiled."""
         kernels = [name for name in self.op().implementations if name in KERNEL_PLATFORM]

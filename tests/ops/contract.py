@@ -508,6 +508,7 @@ class OpContract(Composition):
         elif count(differentiated=True) <= count(differentiated=False):
             assert any(name in decision.backward.note for name in (*self.op().implementations, "JAX"))
 
+    @pytest.mark.slow
     def test_vmapped_calls_are_decided_once_for_the_larger_call(self) -> None:
         """One call of 4 x 8 times the batch: the config is chosen for the shape that runs."""
         case = self.on_properties()

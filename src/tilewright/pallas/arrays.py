@@ -6,8 +6,9 @@ import jax.numpy as jnp
 
 def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
     """The array with zeros behind it along an axis, to a multiple."""
-    missing = -array.shape[axis] % multiple
-    if not missing:
+    size = array.shape[axis]
+    missing = -(-size // multiple) * multiple - size
+    if isinstance(missing, int) and missing == 0:  # A size may be symbolic (`jax.export`).
         return array
     return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
 

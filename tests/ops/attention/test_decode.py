@@ -77,6 +77,7 @@ def draw(b=3, t=2, s=40, h=4, kv=2, d=16, seed=0):
     return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
 
 
+@pytest.mark.slow
 @every_implementation
 def test_it_is_causal_attention_at_the_end_of_each_sequence(implementation: str) -> None:
     """Each sequence by itself, cut to its length, with flash_attention; what the cache holds beyond is never used."""
@@ -133,6 +134,7 @@ def test_lengths_at_their_ends(implementation: str) -> None:
     assert np.all(np.isnan(logsumexp[2:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
 def test_lengths_and_pages_of_other_integers(dtype: str) -> None:
     """Also where the room, or the pool, is more than they can hold."""
@@ -169,6 +171,7 @@ def test_the_tpu_kernel_lowers_without_a_tpu() -> None:
     assert text.count("tpu_custom_call") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paged", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_vmap_with_a_cache_and_sinks_for_each_call_is_one_kernel(paged: bool) -> None:
     """Pools of pages are joined into one; each sequence has the sinks of its call."""

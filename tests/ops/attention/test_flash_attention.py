@@ -106,6 +106,7 @@ def test_agrees_with_jax_nn(ours: dict, theirs: dict) -> None:
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @implementations("pallas_tpu", "xla")
 @pytest.mark.parametrize(
     "case",
@@ -270,6 +271,7 @@ def test_a_pair_of_segment_ids_and_a_dense_mask_together(implementation: str) ->
     assert_alike(got, gradients(run("reference"), q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_long_call_is_two_shorter_ones_joined(implementation: str) -> None:
     """The keys in two splits, joined by their logsumexps; and the queries in two, the second with its offset."""
@@ -366,6 +368,7 @@ def test_unbatched_and_empty_inputs() -> None:
     assert flash_attention(q[:, :0], k, v).shape == (1, 0, 4, 16)
 
 
+@pytest.mark.slow
 @implementations("pallas_tpu", "xla")
 def test_shard_map_over_the_batch(implementation: str, cpu_devices: list) -> None:
     """Two devices with half of the batch each; the sinks are replicated, and their gradient is the sum."""

@@ -70,6 +70,7 @@ def test_blocks_are_the_mask(mask: Mask, block_q: int, block_k: int, q_offset: i
     assert mask.density(T, S, q_offset=q_offset) == pytest.approx(whole.mean())
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     kinds=st.integers(1, 3).flatmap(

@@ -36,6 +36,7 @@ def assert_sinks_meet_the_oracle(implementation: str, case, dtype: str, seed: in
     assert verdict.error.relative < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=[] if case.name == "one_head" else [pytest.mark.slow]) for case in CASES],

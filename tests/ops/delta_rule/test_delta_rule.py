@@ -82,6 +82,7 @@ class TestGatedDeltaRule(DeltaRuleContract):
 
 class TestKda(DeltaRuleContract):
     op_name = "kda"
+    shares_code_with = "gated_delta_rule"
     # With heads of 16 the Hopper kernel misses the bound of one element of dq by 9 % (0.0083, allowed 0.0077; relative
     # error 0.0018, allowed 0.0033): few terms, one draw. The initial state is rounded to bfloat16 once there.
     widths = (40, 40)
@@ -117,6 +118,7 @@ def close(got, want, tolerance: float = 2e-6) -> None:
 # States, segments, batch.
 
 
+@pytest.mark.slow
 @every_op
 @pytest.mark.parametrize(
     ("implementation", "split"),
@@ -131,6 +133,7 @@ def test_two_calls_chained_through_the_state_are_one(op: str, implementation: st
     close(last, state)
 
 
+@pytest.mark.slow
 @op_and_fast_implementation
 def test_packed_segments_are_separate_calls(op: str, implementation: str) -> None:
     """Boundaries anywhere: a segment of one token, one that ends a chunk, one that spans chunks. Gradients too."""
@@ -162,6 +165,7 @@ def test_packed_segments_are_separate_calls(op: str, implementation: str) -> Non
         close(gradient, want_gradients[name], 4e-6)
 
 
+@pytest.mark.slow
 @every_op
 @every_implementation
 def test_a_row_does_not_depend_on_the_rest_of_the_batch(op: str, implementation: str) -> None:
@@ -214,6 +218,7 @@ def test_no_tokens_leave_the_state_as_it_is(op: str) -> None:
 # Gates.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", GATED)
 @implementations("pallas_tpu", "xla")
 def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: str) -> None:
@@ -232,6 +237,7 @@ def test_a_gate_that_forgets_all_is_finite_and_right(op: str, implementation: st
         close(results[implementation][quantity], want, 4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strongest", [1.0, 2.5, 6.0])
 def test_channels_that_fall_too_far_for_one_product_are_halved(strongest: float) -> None:
     """kda on a CPU: rows of a chunk are computed one way until a channel has decayed by e^-64, and another way then."""
@@ -248,6 +254,7 @@ def test_channels_that_fall_too_far_for_one_product_are_halved(strongest: float)
         close(got[quantity], want[quantity], 4e-6)
 
 
+@pytest.mark.slow
 def test_rows_before_a_channel_falls_too_far_do_not_change() -> None:
     arrays = draw("kda", 75)
     o, _ = run("kda", arrays, "xla")
@@ -331,6 +338,7 @@ def test_a_step_has_gradients(op: str) -> None:
 # Exactness.
 
 
+@pytest.mark.slow
 @op_and_fast_implementation
 def test_bfloat16_is_as_good_as_a_recurrence_that_rounds_its_output_alone(op: str, implementation: str) -> None:
     """The recurrence in float32 on the same bfloat16 inputs, rounded at the end: its error is one rounding.
@@ -392,6 +400,7 @@ def test_wide_heads_in_the_kernel() -> None:
 # Memory and speed.
 
 
+@pytest.mark.slow
 @every_op
 def test_memory_beyond_the_results_does_not_grow_with_the_states(op: str) -> None:
     """Value and gradients of 8,192 tokens compile to less than a tenth of the 2 GiB of one state per token."""
@@ -409,6 +418,7 @@ def test_memory_beyond_the_results_does_not_grow_with_the_states(op: str) -> Non
 # Under transformations.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "implementation"),
     [

@@ -38,6 +38,7 @@ def every_file_and_implementation() -> list[Any]:
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "implementation"), every_file_and_implementation())
 def test_values_states_and_gradients(name: str, implementation: str) -> None:
     with np.load(GOLDEN / f"{name}.npz") as stored:

@@ -112,6 +112,7 @@ def test_an_h200_gets_splits_where_heads_are_few(batch, length, heads, splits):
     assert (decision.implementation, decision.forward.config.splits) == ("pallas_gpu", splits)
 
 
+@pytest.mark.slow
 @GATED
 def test_it_lowers_for_a_gpu_that_is_not_there(op):
     """Gates and inverses, or scores; ends, starts, states."""

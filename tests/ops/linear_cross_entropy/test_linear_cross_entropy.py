@@ -66,6 +66,7 @@ def test_agrees_with_jax_nn() -> None:
     np.testing.assert_allclose(mean, jnp.mean(expected), rtol=1e-5)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_ignored_labels_count_nothing(implementation: str) -> None:
     x, w, labels = draw()
@@ -185,6 +186,7 @@ def test_any_shape_in_many_small_blocks(implementation: str, n: int, h: int, v: 
         assert result.verdict.ok, f"N={n} H={h} V={v} {result.quantity}: {result.verdict}"
 
 
+@pytest.mark.slow
 @every_implementation
 def test_shard_map_over_rows(implementation: str, cpu_devices: list) -> None:
     """Four devices with a quarter of the rows each; w is replicated, and its gradient is the sum over the devices."""
@@ -210,6 +212,7 @@ def test_shard_map_over_rows(implementation: str, cpu_devices: list) -> None:
     np.testing.assert_allclose(dw, dw_expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_vmap_over_rows_with_one_w(implementation: str) -> None:
     x, w, labels = draw()
@@ -232,6 +235,7 @@ def test_vmap_over_rows_with_one_w(implementation: str) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_a_row_does_not_depend_on_the_others(implementation: str) -> None:
     x, w, labels = draw(n=20)
@@ -370,6 +374,7 @@ def test_a_jitted_function_is_traced_anew_for_another_target() -> None:
     assert "linear_cross_entropy_forward" not in str(jitted.trace(x).jaxpr)
 
 
+@pytest.mark.slow
 def test_a_gradient_taken_after_the_target_closed_is_still_the_targets() -> None:
     x, w, labels = draw()
     with tilewright.target("v5e"), tilewright.interpret():

@@ -288,6 +288,7 @@ def test_the_heuristic_fits_every_tpu(chip: str, n: int, d: int) -> None:
     assert {type(config) for config in decision.configs.values()} == {NormTpuForward, NormTpuBackward}
 
 
+@pytest.mark.slow
 def test_vmap_is_one_larger_call_with_its_config() -> None:
     """The calls of a vmap share one kernel launch, whose blocks are chosen for all rows, forward and backward."""
     x, w = jax.random.normal(jax.random.key(0), (32, 16, 256)), jnp.ones(256)

@@ -3,6 +3,7 @@
 import itertools
 
 import jax.numpy as jnp
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ def order(banded: Banded) -> list[tuple[int, int]]:
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(rows=st.integers(1, 20), columns=st.integers(1, 12), band=st.integers(1, 20))
 def test_banded_takes_each_tile_once_band_after_band(rows: int, columns: int, band: int) -> None:

@@ -60,7 +60,7 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 def _row_blocks(block_n: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Each array [N, ...] as [num_n, block_n, ...], padded with zeros."""
-    return tuple(padded(a, 0, block_n).reshape(-1, block_n, *a.shape[1:]) for a in arrays)
+    return tuple(padded(a, 0, block_n).reshape(-(-a.shape[0] // block_n), block_n, *a.shape[1:]) for a in arrays)
 
 
 def _vocabulary_block(w: Unembedding, index: jax.Array, block_v: int) -> tuple[jax.Array, jax.Array, jax.Array]:

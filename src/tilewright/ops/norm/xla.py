@@ -28,11 +28,26 @@ def activate(gate: jax.Array, activation: str | None) -> tuple[jax.Array, jax.Ar
     return (gate * s, s * (1.0 + gate * (1.0 - s))) if activation == "silu" else (s, s * (1.0 - s))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _normalised(x: jax.Array, eps: float) -> jax.Array:
+    """xhat = x / sqrt(mean(x^2) + eps)."""
+    return x * jax.lax.rsqrt(_row_mean(jnp.square(x)) + eps)
+
+
+@_normalised.defjvp
+def _(eps: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """By hand: JAX's derivative goes through the cube of the scale, and is less accurate."""
+    (x,), (dx,) = primals, tangents
+    scale = jax.lax.rsqrt(_row_mean(jnp.square(x)) + eps)
+    xhat = x * scale
+    return xhat, scale * (dx - xhat * _row_mean(dx * xhat))
+
+
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _normed(call: NormCall) -> jax.Array:
     x = call.x.astype(accumulator(call.x.dtype))
     x = x - _row_mean(x) if call.centered else x
-    y = x * jax.lax.rsqrt(_row_mean(jnp.square(x)) + call.eps)
+    y = _normalised(x, call.eps)
     y = y * jnp.broadcast_to(call.offset + call.w.astype(y.dtype), x.shape)
     y = y if call.bias is None else y + jnp.broadcast_to(call.bias.astype(y.dtype), x.shape)
     y = y if call.gate is None else y * activate(call.gate, call.activation)[0]

@@ -10,23 +10,13 @@ from tilewright.core.dispatch import KERNEL_PLATFORM, registered
 
 PAGE = Path(__file__).parents[1] / "docs" / "composition.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
-FAMILIES = (
-    "attention.test_flash_attention",
-    "attention.test_decode",
-    "delta_rule.test_delta_rule",
-    "delta_rule.test_step",
-    "linear_cross_entropy.test_linear_cross_entropy",
-    "norm.test_norm",
-    "rope.test_rope",
-    "short_conv.test_short_conv",
-)
 
 
 def contracts() -> dict[str, type[OpContract]]:
     """The contract of each op, by name."""
     found = {}
-    for family in FAMILIES:
-        for value in vars(importlib.import_module(f"tests.ops.{family}")).values():
+    for path in sorted((Path(__file__).parent / "ops").glob("*/test_*.py")):
+        for value in vars(importlib.import_module(f"tests.ops.{path.parent.name}.{path.stem}")).values():
             if isinstance(value, type) and issubclass(value, OpContract) and hasattr(value, "op_name"):
                 found[value.op_name] = value
     return found

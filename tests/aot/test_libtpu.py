@@ -3,13 +3,16 @@
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
+import tilewright
 from tests.aot.kernels import copy, looped_by_data, matmul, roomy, struct
 from tilewright import aot
 from tilewright.cli.main import app
@@ -136,6 +139,29 @@ def test_a_shard_mapped_function_compiles_for_a_slice() -> None:
     assert report.ok, report.cause
     assert report.topology == "v6e:2x4"
     assert [kernel.name for kernel in report.kernels] == ["copy"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_an_op_of_sharded_arrays_compiles_for_a_slice(kind: AxisType) -> None:
+    """Explicit axes: each chip runs its part, and the gradient of the shared weights is summed. Auto axes are refused."""
+    mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+
+    def sharded(*shape: int, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    def gradients(x: jax.Array, w: jax.Array) -> Any:
+        return jax.grad(lambda *given: jnp.sum(jnp.square(tilewright.rms_norm(*given))), (0, 1))(x, w)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        arguments = sharded(8, 64, 256, spec=P("x", "y")), sharded(256, spec=P())
+        report = aot.compile(gradients, *arguments, chip="v6e", topology="2x4")
+    if kind == AxisType.Auto:
+        assert "partitioned over Auto mesh axes" in report.cause
+        assert "use a mesh with AxisType.Explicit axes, or jax.shard_map" in report.remedy
+        return
+    assert report.ok, report.cause
+    assert report.argument_bytes == 64 * 256 * 4 + 256 * 4  # An eighth of x, and w.
+    assert len(report.kernels) == 2
 
 
 def test_the_verb_prints_the_table_and_writes_the_reports(tmp_path: Path) -> None:

@@ -67,11 +67,17 @@ def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         with target(chip):
             calls += _equations(jitted.trace(*args, **kwargs).jaxpr.jaxpr, "pallas_call")
-            kernels = tuple(_kernel(equation) for equation in calls)
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # Index maps are evaluated here.
+                kernels = tuple(_kernel(equation) for equation in calls)
             exported = jax.export.export(jitted, platforms=["tpu"])(*args, **kwargs)
     except Unsupported as error:
         raise NotTraceable(str(error)) from error
     except Exception as error:
+        if "require devices to be present during lowering" in str(error):
+            raise NotTraceable(
+                "its kernels are partitioned over Auto mesh axes, about which libtpu, in a process of its own, cannot ask; "
+                "use a mesh with AxisType.Explicit axes, or jax.shard_map"
+            ) from error
         raise NotTraceable(f"{_first_line(error)}{_in_kernel(error, calls) or _where(error)}") from error
     return Program(bytes(exported.mlir_module_serialized), kernels, exported.nr_devices)
 

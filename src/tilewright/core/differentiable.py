@@ -19,7 +19,7 @@ from tilewright.core.boundary import not_differentiable
 from tilewright.core.call import Call, Shard, Static, batch_size, can_merge, element_of, merge, merge_array, split_array
 from tilewright.core.implementation import KERNEL_PLATFORM, Implementation
 from tilewright.core.manual_axes import vary_over, varying_axes, without_axes
-from tilewright.core.partitioning import Axes, Letters, run_partitioned
+from tilewright.core.partitioning import Axes, Letters, axes_of_compiler, run_partitioned, run_replicated
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,12 @@ def _execute(one: Any, call: Call, operands: Any, settled: Settled, *, partition
     axes = varying_axes(*arrays)
     call, operands = jax.tree.map(without_axes, (call, operands))
     call, operands = not_differentiable((call, operands), _once_only(settled.decision))
-    # The compiler partitions plain JAX by itself, but cannot keep two sharded axes apart that are flattened into rows.
-    if partitioned and (settled.decision.implementation in KERNEL_PLATFORM or call.rows):
+    kernel = settled.decision.implementation in KERNEL_PLATFORM
+    left = axes_of_compiler()
+    if left and kernel:
+        results = run_replicated(one, call, operands, settled, left)
+    elif partitioned and left is None and (kernel or call.rows):
+        # The compiler partitions plain JAX by itself, but cannot keep two sharded axes apart that are flattened into rows.
         results = run_partitioned(one, call, operands, settled)
     else:
         results = one.run(call, operands, settled)

@@ -217,6 +217,28 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
 # Auto axes.
 
 
+def axes_of_compiler() -> frozenset[str] | None:
+    """The mesh axes that are left to the compiler inside a `jax.shard_map`, or None outside of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto = frozenset(axis for axis, kind in types.items() if kind == AxisType.Auto)
+    return auto if AxisType.Manual in types.values() else None
+
+
+def run_replicated(one: Any, call: Call, operands: Any, settled: Any, axes: frozenset[str]) -> Any:
+    """Runs a pass on each device along mesh axes that are left to the compiler, which cannot ask for a rule there."""
+    leaves, tree = jax.tree.flatten((call, operands))
+    arrays = [x for x in leaves if not isinstance(x, jax.ShapeDtypeStruct)]
+
+    def run(*arrays: Any) -> Any:
+        given = iter(arrays)
+        return one.run(
+            *tree.unflatten(x if isinstance(x, jax.ShapeDtypeStruct) else next(given) for x in leaves), settled
+        )
+
+    return jax.shard_map(run, in_specs=P(), out_specs=P(), axis_names=set(axes))(*arrays)
+
+
 def run_partitioned(one: Any, call: Call, operands: Any, settled: Any) -> Any:
     """Runs a pass of a call (`one`, core/differentiable.py) so that the compiler can cut it along the axes of the call.
 

@@ -10,6 +10,7 @@ configs of a call as expressions that can be pasted back.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from tilewright.core.config import Config as Config
@@ -44,17 +45,20 @@ def to_json(config: Config) -> str:
     return json.dumps(config.to_json())
 
 
-def from_json(text: str) -> Config:
-    """The config that `to_json` wrote. An unknown class or field, or a value that the class refuses, is a
-    ValueError.
-    """
-    fields: dict[str, Any] = json.loads(text)
-    name = fields.pop("config", None)
+def from_json(source: str | Mapping[str, Any]) -> Config:
+    """The config of JSON text, or of the object that it holds, as a record has it. What is no config is a ValueError."""
+    fields = json.loads(source) if isinstance(source, str) else source
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{source!r} is not a config; a config is an object with its class and fields")
+    name, fields = fields.get("config"), {key: value for key, value in fields.items() if key != "config"}
     kind = globals().get(name) if isinstance(name, str) else None
-    if not (isinstance(kind, type) and issubclass(kind, Config)):
+    if not (isinstance(kind, type) and issubclass(kind, Config) and kind is not Config):
         raise ValueError(f"config={name!r} is not a config of tilewright; see tilewright.configs")
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ValueError(f"{name} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
-    return kind(**fields)
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from error

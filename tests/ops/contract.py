@@ -562,7 +562,7 @@ class OpContract(Composition):
             if "pallas_gpu" in self.op().implementations:
                 has = ".".join(map(str, Chip.named(chip).compute_capability or ()))
                 reason = (
-                    rf"not pallas_gpu: it is written for .* and this is a {chip} with compute capability {has}; use"
+                    rf"not pallas_gpu: it is written for .* and the chip is {chip}, with compute capability {has}; use"
                 )
                 assert re.search(reason, str(told))
 

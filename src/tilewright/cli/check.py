@@ -44,7 +44,7 @@ def check(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16; defaults to what each implementation takes.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the random inputs and cotangents.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="The seed of the random inputs and cotangents.")] = 0,
     races: Annotated[
         bool, typer.Option("--races", help="Run kernels in their interpreters, with race detection.")
     ] = False,

@@ -48,7 +48,7 @@ def compile_verb(
             "block_n=512,backward.block_v=256"
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option("-j", help="How many compiles run in parallel.")] = os.cpu_count() or 1,
+    jobs: Annotated[int, typer.Option("-j", min=1, help="How many compiles run in parallel.")] = os.cpu_count() or 1,
     limit: Annotated[float, typer.Option(help="The time limit of a compile, in seconds.")] = 1800.0,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even if the result is cached on disk.")] = False,
     no_schedule: Annotated[

@@ -11,9 +11,16 @@ def main() -> None:
     except ImportError:
         print("tilewright's command line needs typer and rich: pip install 'tilewright[bench]'", file=sys.stderr)
         sys.exit(2)
+    from tilewright.cli import interrupt
+
+    interrupt.listen()
     try:
         from tilewright.cli.main import main as run
 
         run()
-    except KeyboardInterrupt:  # While JAX was imported, which takes seconds; the verbs have their own answer.
+    except KeyboardInterrupt:  # Before a verb has begun to work; verbs have their own answer.
         sys.exit(130)
+    except SystemExit as ended:
+        if interrupt.seen() and not ended.code:
+            sys.exit(130)
+        raise

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tilewright.cli import interrupt
 from tilewright.core.dispatch import Unsupported
 from tilewright.workbench.figures import one_line
 from tilewright.workbench.records import try_destination
@@ -125,6 +126,7 @@ class Entries:
         """
         self._bar.update(self._task, description=name)
         raised: list[str] = []
+        self._stop_if_interrupted()
         try:
             yield raised
         except Mistake:
@@ -132,11 +134,17 @@ class Entries:
         except Unsupported as error:
             self.refused.setdefault(str(error), []).append(name)
         except Exception as error:
-            if self._interrupted:  # JAX has made an error of its own of the interrupt.
+            if self._interrupted or interrupt.seen():  # JAX has made an error of its own of the interrupt.
                 raise KeyboardInterrupt from error
             self.failed[name] = one_line(error)
             raised.append(self.failed[name])
         self._bar.advance(self._task)
+        self._stop_if_interrupted()
+
+    def _stop_if_interrupted(self) -> None:
+        """Python may have dropped the exception of an interrupt (cli/interrupt.py)."""
+        if self._interrupted or interrupt.seen():
+            raise KeyboardInterrupt
 
     def end(self, *, ok: bool = True, refused: str = "refused", named: bool = False) -> None:
         """Prints what failed and what was refused, in the words `refused`, and exits.

@@ -21,7 +21,7 @@ def tables(
 
     A table that is made from records stands between two comments, `<!-- table ... -->` and `<!-- end of table -->`; the
     first one has the file of the records, which of them are rows, and the columns. docs/measurements has the records and
-    CONTRIBUTING.md an example.
+    docs/ops/linear_cross_entropy.md an example.
     """
     with arguments():
         chosen = pages or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]

@@ -82,7 +82,16 @@ def _lower_on(ctx: Any, x: Any, *, refused: tuple[tuple[str, str], ...]) -> list
     return [x]
 
 
+def _run_on(x: Any, *, refused: tuple[tuple[str, str], ...]) -> Any:
+    messages, platforms = dict(refused), {device.platform for device in x.devices()}
+    for platform in platforms:
+        if (lowered_as := {"gpu": "cuda"}.get(platform, platform)) in messages:
+            _raise(messages[lowered_as])
+    return x
+
+
 _on_p = identity("tilewright_platforms", _lower_on)
+_on_p.def_impl(_run_on)
 ad.deflinear2(_on_p, lambda cotangent, _, **params: [_on_p.bind(cotangent, **params)])
 
 

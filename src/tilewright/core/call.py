@@ -8,6 +8,11 @@ api takes that value: choosing an implementation and its configs, refusing, runn
         w: Float[Array, " D"] = array()
         eps: float = option()
 
+How a call is cut over a mesh follows from letters. Annotations spell the axes of arrays, `outputs` those of the results,
+and `independent` says which letters cut a call into smaller ones. For attention, `independent = (("B",), ("H", "KV"))`:
+q [B, T, H, D] whose heads are sharded over mesh axis "y" asks for k [B, S, KV, D] cut over "y" along KV, and the output
+"B T H Dv" then is cut over "y" along H. T is in no group: a call cannot be cut along it.
+
 A call is a frozen dataclass and a JAX pytree: its arrays are the leaves, its options are static. An array that a caller
 may leave out is None. The gradient of a call is a call whose arrays are gradients (`Call.gradients`).
 """

@@ -10,7 +10,7 @@ call (core/partitioning.py).
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -19,7 +19,7 @@ from tilewright.core.boundary import not_differentiable
 from tilewright.core.call import Call, Shard, Static, batch_size, can_merge, element_of, merge, merge_array, split_array
 from tilewright.core.implementation import KERNEL_PLATFORM, Implementation
 from tilewright.core.manual_axes import vary_over, varying_axes, without_axes
-from tilewright.core.partitioning import Axes, Letters, axes_of_compiler, run_partitioned, run_replicated
+from tilewright.core.partitioning import Axes, CallPass, Letters, axes_of_compiler, run_partitioned, run_replicated
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _ForwardPass:
 
     request: Request
     save: bool
-    sums = False
+    sums: ClassVar[bool] = False
 
     def settle(self, call: Call) -> Settled:
         return self.request.settle(call, differentiated=self.save)
@@ -118,7 +118,7 @@ class _BackwardPass:
 
     request: Request
     chosen: str
-    sums = True
+    sums: ClassVar[bool] = True
 
     def settle(self, call: Call) -> Settled:
         return self.request.settle(call, differentiated=True, chosen=self.chosen)
@@ -140,7 +140,7 @@ class _BackwardPass:
         return [axes.arrays[name] for name in results.given()]
 
 
-def _execute(one: Any, call: Call, operands: Any, settled: Settled, *, partitioned: bool) -> Any:
+def _execute(one: CallPass, call: Call, operands: Any, settled: Settled, *, partitioned: bool) -> Any:
     """Runs a pass on values without mesh axes in their types; its results vary over those of the arguments."""
     arrays = [x for x in jax.tree.leaves((call, operands)) if not isinstance(x, jax.ShapeDtypeStruct)]
     axes = varying_axes(*arrays)

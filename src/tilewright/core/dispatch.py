@@ -197,9 +197,7 @@ class Op:
             self._candidates_for(configs, implementation)
         return _Request(self, implementation, configs, current_chip(tuple(call.given().values())), current_interpret())
 
-    def _decide(
-        self, request: "_Request", call: Call, implementation: str | None, *, differentiated: bool
-    ) -> tuple[Decision, Implementation]:
+    def _decide(self, request: "_Request", call: Call, implementation: str | None, *, differentiated: bool) -> Decision:
         """Takes the first candidate that can run forward, and where the call is differentiated, backward too."""
         symbolic, call = call.symbolic_sizes(), call.flattened().with_known_sizes()
         configs, interpret, named = request.configs, request.interpret, request.implementation is not None
@@ -228,10 +226,9 @@ class Op:
                 )
                 reason = forward.refusal or (backward.refusal if differentiated else None)
                 if reason is None:
-                    decision = Decision(
+                    return Decision(
                         self.name, name, launch_chip, interpret, forward, backward, named, rejected, request
                     )
-                    return decision, found
             rejected[name] = reason or ""
         if implementation is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
@@ -250,7 +247,7 @@ class Op:
         written = ", ".join(_architecture_name(one.architecture) for one in every)
         has = "an unknown one" if chip.compute_capability is None else ".".join(map(str, chip.compute_capability))
         return None, (
-            f"it is written for {written}, and this is a {chip.name} with compute capability {has}; "
+            f"it is written for {written}, and the chip is {chip.name}, with compute capability {has}; "
             f"use implementation={self.plain!r}"
         )
 
@@ -299,9 +296,7 @@ def _decide_pass(
 
 
 @functools.lru_cache(maxsize=4096)
-def _decided(
-    request: "_Request", shapes: CallShapes, implementation: str | None, differentiated: bool
-) -> tuple[Decision, Implementation]:
+def _decided(request: "_Request", shapes: CallShapes, implementation: str | None, differentiated: bool) -> Decision:
     return request.op._decide(request, shapes.call, implementation, differentiated=differentiated)
 
 
@@ -328,7 +323,9 @@ class _Request:
 
     def decide(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> tuple[Decision, Implementation]:
         """`chosen` is what ran the forward pass of a call, where the backward pass of it is decided."""
-        decision, found = _decided(self, CallShapes(call), chosen or self.implementation, differentiated)
+        decision = _decided(self, CallShapes(call), chosen or self.implementation, differentiated)
+        found, _ = self.op._for_architecture(decision.implementation, decision.chip)
+        assert found is not None
         return dataclasses.replace(decision, request=self), found
 
     def settle(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> Settled:

@@ -13,7 +13,7 @@ a function with a partitioning rule of its own, which the compiler asks (`run_pa
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tilewright.core.call import Call, Static
+from tilewright.core.call import Call, Shard, Static
 
 Letters = tuple[str, ...]
 Placement = Mapping[str, tuple[str, ...]]
@@ -44,9 +44,9 @@ class Axes:
             group: max(self.sizes.get(letter, 0) for letter, of in self.group.items() if of == group)
             for group in self.group.values()
         }
-        self.arrays = {name: self._settled(named[name], value.shape) for name, value in call.given().items()}
+        self.arrays = {name: self._unbroadcast(named[name], value.shape) for name, value in call.given().items()}
 
-    def _settled(self, letters: Letters, shape: tuple[int, ...]) -> Letters:
+    def _unbroadcast(self, letters: Letters, shape: tuple[int, ...]) -> Letters:
         """Letters, with "" for an axis of 1 that is broadcast, such as one key head for all query heads."""
 
         def largest(letter: str) -> int:
@@ -57,7 +57,7 @@ class Axes:
     def of(self, spelled: str, shape: tuple[int, ...]) -> Letters:
         """The letters of a result of this shape, spelled such as "B T HV V". Axes that are not spelled are "."."""
         letters = self.spelled(spelled)
-        return self._settled((*letters, *"." * (len(shape) - len(letters))), shape)
+        return self._unbroadcast((*letters, *"." * (len(shape) - len(letters))), shape)
 
     def spelled(self, text: str) -> Letters:
         leading = [letter for letter in self.sizes if letter.startswith("tokens")]
@@ -94,7 +94,7 @@ def _entries(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return given + [()] * (ndim - len(given))
 
 
-def _divides(axes: Axes, group: str, parts: int) -> str | None:
+def _first_indivisible(axes: Axes, group: str, parts: int) -> str | None:
     """The first letter of a group whose size cannot be cut into this many parts."""
     sizes = {letter: axes.sizes.get(letter, parts) for letter, of in axes.group.items() if of == group}
     return next(
@@ -111,7 +111,7 @@ def _possible_placement(axes: Axes, specs: list[tuple[Letters, Any]], mesh_shape
             used = {axis for each in placement.values() for axis in each}
             if group is None or group in placement or not mesh_axes or used & set(mesh_axes):
                 continue
-            if _divides(axes, group, math.prod(mesh_shape[axis] for axis in mesh_axes)) is None:
+            if _first_indivisible(axes, group, math.prod(mesh_shape[axis] for axis in mesh_axes)) is None:
                 placement[group] = mesh_axes
     return placement
 
@@ -137,7 +137,7 @@ def _required_placement(
             placement.setdefault(group, mesh_axes)
     for group, mesh_axes in placement.items():
         parts = math.prod(mesh_shape[axis] for axis in mesh_axes)
-        if (letter := _divides(axes, group, parts)) is not None:
+        if (letter := _first_indivisible(axes, group, parts)) is not None:
             raise ValueError(
                 f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, over mesh axes {mesh_axes}; use a "
                 f"mesh whose axes divide it, or reshard the arrays without them"
@@ -225,21 +225,44 @@ def axes_of_compiler() -> frozenset[str] | None:
     return auto if AxisType.Manual in types.values() else None
 
 
-def run_replicated(one: Any, call: Call, operands: Any, settled: Any, axes: frozenset[str]) -> Any:
+def run_replicated(one: "CallPass", call: Call, operands: Any, settled: Any, axes: frozenset[str]) -> Any:
     """Runs a pass on each device along mesh axes that are left to the compiler, which cannot ask for a rule there."""
     leaves, tree = jax.tree.flatten((call, operands))
     arrays = [x for x in leaves if not isinstance(x, jax.ShapeDtypeStruct)]
 
     def run(*arrays: Any) -> Any:
         given = iter(arrays)
-        return one.run(
-            *tree.unflatten(x if isinstance(x, jax.ShapeDtypeStruct) else next(given) for x in leaves), settled
-        )
+        call, operands = tree.unflatten(x if isinstance(x, jax.ShapeDtypeStruct) else next(given) for x in leaves)
+        return one.run(call, operands, settled)
 
     return jax.shard_map(run, in_specs=P(), out_specs=P(), axis_names=set(axes))(*arrays)
 
 
-def run_partitioned(one: Any, call: Call, operands: Any, settled: Any) -> Any:
+@runtime_checkable
+class CallPass(Protocol):
+    """One pass over a call, as it is cut (core/differentiable.py has the forward and the backward pass)."""
+
+    sums: ClassVar[bool]
+    """Whether results are gradients: that of an array is summed over the mesh axes that the array is replicated along."""
+
+    def settle(self, call: Call) -> Any:
+        """What runs a call, or one part of it: an implementation and its decision."""
+        ...
+
+    def run(self, call: Call, operands: Any, settled: Any, shard: Shard | None = None) -> Any:
+        """The results for a call and the arrays beside it; `shard` where the call is a part along its `reduced` axis."""
+        ...
+
+    def operand_letters(self, axes: Axes, operands: Any, settled: Any) -> list[Letters]:
+        """The letters of every array in `operands`."""
+        ...
+
+    def result_letters(self, axes: Axes, results: Any, settled: Any) -> list[Letters]:
+        """The letters of every array in `results`."""
+        ...
+
+
+def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> Any:
     """Runs a pass of a call (`one`, core/differentiable.py) so that the compiler can cut it along the axes of the call.
 
     The rule is asked for only where a program is compiled for several devices: a program for one device, and the inside
@@ -254,8 +277,8 @@ def run_partitioned(one: Any, call: Call, operands: Any, settled: Any) -> Any:
     def run_whole(*arrays: Any) -> list[Any]:
         nonlocal result_tree
         given = iter(arrays)
-        whole = tree.unflatten([next(given) if real else x for x, real in zip(leaves, is_array, strict=True)])
-        flat, result_tree = jax.tree.flatten(one.run(*whole, settled))
+        call, operands = tree.unflatten([next(given) if real else x for x, real in zip(leaves, is_array, strict=True)])
+        flat, result_tree = jax.tree.flatten(one.run(call, operands, settled))
         return flat
 
     traced = _without_refs(jax.make_jaxpr(run_whole)(*arrays))

@@ -8,12 +8,9 @@ from tilewright.workbench.records import Record
 
 def check_suffix(path: Path) -> None:
     """Raises `ValueError` where a plot cannot be written in the format that the suffix names."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    if path.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
-        raise ValueError(
-            f"--plot {path} has no suffix of a format for plots; use {path.with_suffix('.png')}, .pdf or .svg"
-        )
+    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        name = path.with_suffix(".png") if path.name else "times.png"
+        raise ValueError(f"--plot {path} has no suffix of a format for plots; use {name}, .pdf or .svg")
 
 
 def plot_bench(records: Sequence[Record], path: Path) -> None:

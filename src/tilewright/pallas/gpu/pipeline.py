@@ -6,7 +6,7 @@ follows from that.
 
 A kernel's scratch declares a pipeline with its buffers as one entry, and the kernel's body receives the `Pipeline`:
 
-    scratch={"x": Pipeline.scratch(stages, consumers=2, left=tile(stages, 64, 64, dtype=dtype), right=...)}
+    scratch={"x": Pipeline.scratch(stages, consumers=2, copies=2, left=tile(stages, 64, 64, dtype=dtype), right=...)}
 
     stage = x.wait(n)
     sum_.add(x.left.at[stage], x.right.at[stage])

@@ -37,6 +37,7 @@ def _raise(message: str) -> Any:
 # Forward mode. Reverse mode transposes the tangent of an input, and forward mode evaluates it.
 _tangent_p = identity("tilewright_tangent", lambda ctx, x, *, message: _raise(message))
 _tangent_p.def_impl(lambda x, *, message: _raise(message))
+batching.primitive_batchers[_tangent_p] = lambda args, axes, *, message: _raise(message)  # jax.jacfwd
 ad.deflinear2(_tangent_p, lambda cotangent, _, **params: [cotangent])
 _reverse_only_p = identity("tilewright_reverse_only")
 
@@ -71,6 +72,21 @@ ad.primitive_jvps[_once_p] = _once_jvp
 def not_differentiable(tree: Any, message: str) -> Any:
     """The arrays; differentiating with respect to them raises `Unsupported(message)`."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else _once_p.bind(x, message=message), tree)
+
+
+# Several devices. Callbacks run in the order of one program.
+def _lower_alone(ctx: Any, x: Any, *, message: str) -> list[Any]:
+    if (getattr(ctx.module_context.axis_context, "num_devices", None) or 1) > 1:
+        _raise(message)
+    return [x]
+
+
+_alone_p = identity("tilewright_one_device", _lower_alone)
+
+
+def on_one_device(tree: Any, message: str) -> Any:
+    """The arrays; compiling a program that the compiler partitions over several devices raises `Unsupported(message)`."""
+    return jax.tree.map(lambda x: _alone_p.bind(x, message=message), tree)
 
 
 # Platforms. `jax.export` and `lower(lowering_platforms=...)` choose them after an op has decided what runs.

@@ -143,9 +143,8 @@ class Op:
                 raise
             taken = request.decide(call, differentiated=False)[0].implementation
             raise Unsupported(
-                f"{self.name}: implementation={taken!r} needs to know more about the symbolic sizes {', '.join(symbolic)}: "
-                f"{str(error).splitlines()[0]} Give jax.export.symbolic_shape a constraint that decides it, export it for "
-                f"fixed sizes, or name implementation='reference'"
+                f"{self.name}: implementation={taken!r} cannot be traced with the symbolic sizes {', '.join(symbolic)} "
+                f"({str(error).splitlines()[0]}); export it for fixed sizes, or name implementation='reference'"
             ) from error
 
     def _run(self, request: "_Request", call: Call) -> Any:

@@ -11,7 +11,6 @@ a function with a partitioning rule of its own, which the compiler asks (`run_pa
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -21,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tilewright.core.boundary import on_one_device
 from tilewright.core.call import Call, Shard, Static
 
 Letters = tuple[str, ...]
@@ -139,8 +139,8 @@ def _required_placement(
         parts = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if (letter := _first_indivisible(axes, group, parts)) is not None:
             raise ValueError(
-                f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, over mesh axes {mesh_axes}; use a "
-                f"mesh whose axes divide it, or reshard the arrays without them"
+                f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, as the other arrays of this call "
+                f"are over mesh axes {mesh_axes}; use a mesh whose axes divide it, or reshard the arrays without them"
             )
     return placement
 
@@ -195,7 +195,7 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
     specs = {name: axes.spec(letters, placement) for name, letters in axes.arrays.items()}
     placed = {name: jax.sharding.reshard(value, NamedSharding(mesh, specs[name])) for name, value in given.items()}
     outputs = tuple(axes.spec(axes.spelled(text), placement) for text in call.outputs)
-    free = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
 
     def run_part(part: Call) -> Any:
         over = tuple(axis for letter in call.reduced for axis in placement.get(letter, ()))
@@ -209,7 +209,7 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
         mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
         in_specs=(call.with_arrays(specs),),
         out_specs=outputs if len(outputs) != 1 else outputs[0],
-        axis_names=set(free),
+        axis_names=explicit,
     )
     return run(call.with_arrays(placed))
 
@@ -282,7 +282,13 @@ def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> A
         return flat
 
     traced = _without_refs(jax.make_jaxpr(run_whole)(*arrays))
-    if traced.effects:  # An interpreter's callbacks, which only run in the order of the program.
+    if traced.effects:  # An interpreter's callbacks, which run in the order of one program.
+        decision = settled.decision
+        arrays = on_one_device(
+            arrays,
+            f"{decision.op}: the interpreter that simulates a chip's memories does not run {decision.implementation!r} "
+            f"in a program for several devices; use tilewright.interpret(plain=True) for TPU kernels, or jax.shard_map",
+        )
         return result_tree.unflatten(jaxpr_as_fun(traced)(*arrays))
     shapes: list[Any] = list(traced.out_avals)
 
@@ -371,44 +377,25 @@ def _without_refs(traced: Any) -> Any:
 def _sharding_rule(
     axes: Axes, operands: list[Letters], operand_shapes: list[Any], results: list[Letters], result_shapes: list[Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Shardy's rule: one factor per group of axes that is cut together, and one per axis that every device has whole.
+    """Shardy's rule: a factor per group of axes and size, and one per axis that every device has whole.
 
-    Where sizes in a group differ (query and key heads), the smallest is the factor, and the others are compound.
+    Sizes in a group may differ (query and key heads). One compound factor for both would let Shardy cut a mesh axis into
+    parts, which JAX cannot spell. So each size has a factor of its own, and `partition` makes them agree.
     """
-    sizes = {
-        group: min(
-            axes.sizes[letter]
-            for letter, of in axes.group.items()
-            if of == group and (axes.sizes.get(letter, 0) > 1 or axes.sizes.get(letter) == axes.largest[group])
-        )
-        for group, largest in axes.largest.items()
-        if largest
-    }
-    names = {group: f"i{n}" for n, group in enumerate(sizes)}
-    whole: dict[str, int] = {}
-    compound: dict[str, int] = {}
+    names: dict[tuple[str, int], str] = {}
+    whole: list[str] = []
 
     def spell(letters: Letters, shape: tuple[int, ...]) -> str:
         parts = []
         for letter, size in zip(letters, shape, strict=True):
             group = axes.group.get(letter)
-            if group is not None and size == sizes[group]:
-                parts.append(names[group])
-                continue
-            factor = f"w{len(whole)}"
-            whole[factor] = size if group is None else size // sizes[group]
-            if group is not None:
-                parts.append(f"({names[group]} {factor})")
-                compound.update({names[group]: sizes[group], factor: whole[factor]})
+            if group is None:
+                whole.append(f"w{len(whole)}")
+                parts.append(whole[-1])
             else:
-                parts.append(factor)
+                parts.append(names.setdefault((group, size), f"i{len(names)}"))
         return " ".join(parts)
 
     left = ", ".join(spell(letters, shape) for letters, shape in zip(operands, operand_shapes, strict=True))
     right = ", ".join(spell(letters, shape) for letters, shape in zip(results, result_shapes, strict=True))
-    # The size of a factor is told where no axis consists of it alone.
-    alone = {
-        factor for text in re.split(", | -> ", f"{left} -> {right}") for factor in re.sub(r"\(.*?\)", "", text).split()
-    }
-    told = {factor: size for factor, size in compound.items() if factor not in alone}
-    return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **told}
+    return f"{left} -> {right}", {"need_replication_factors": tuple(whole)}

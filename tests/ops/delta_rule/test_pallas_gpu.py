@@ -110,12 +110,12 @@ def test_kda_with_gates_that_decay_too_far_for_one_level(gate: float):
         (
             "a100",
             {},
-            r"written for Hopper GPUs .* this is a a100 with compute capability 8.0; use implementation='xla'",
+            r"written for Hopper GPUs .* the chip is a100, with compute capability 8.0; use implementation='xla'",
         ),
         (
             "b200",
             {},
-            r"written for Hopper GPUs .* this is a b200 with compute capability 10.0; use implementation='xla'",
+            r"written for Hopper GPUs .* the chip is b200, with compute capability 10.0; use implementation='xla'",
         ),
         (
             "h200",

@@ -178,7 +178,7 @@ def test_the_kernels_are_traced_inside_shard_map(cpu_devices: list) -> None:
 @pytest.mark.parametrize(
     ("chip", "dtype", "config", "message"),
     [
-        ("a100", "bfloat16", None, r"written for Hopper GPUs .*this is a a100 with compute capability 8.0; use"),
+        ("a100", "bfloat16", None, r"written for Hopper GPUs .*the chip is a100, with compute capability 8.0; use"),
         ("h200", "float32", None, r"x is float32, and it multiplies bfloat16 only .*pass x and w as bfloat16, or"),
         (
             "h200",

@@ -139,7 +139,11 @@ def test_the_kernel_is_traced_inside_shard_map(cpu_devices):
 @pytest.mark.parametrize(
     ("chip", "b", "text"),
     [
-        ("a100", 1, r"for Hopper GPUs .* the chip is a100, with compute capability 8.0; use implementation='reference'"),
+        (
+            "a100",
+            1,
+            r"for Hopper GPUs .* the chip is a100, with compute capability 8.0; use implementation='reference'",
+        ),
         ("h200", 0, r"B=0 leaves no block to launch; use implementation='reference'"),
     ],
 )

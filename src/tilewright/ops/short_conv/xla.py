@@ -17,23 +17,24 @@ from tilewright.ops.short_conv.final_state import final_state
 
 
 def _inputs(call: ShortConvCall) -> jax.Array:
-    """The inputs with the W-1 before them: [B, W-1 + T, D], of x's dtype."""
+    """The inputs with the W-1 before them: [B, W-1 + T, D], in the accumulator's dtype, in which gradients are summed."""
+    x = call.x.astype(accumulator(call.x.dtype))
     if call.state is None:
-        return jnp.pad(call.x, ((0, 0), (call.w.shape[0] - 1, 0), (0, 0)))
-    return jnp.concatenate([call.state, call.x], axis=1)
+        return jnp.pad(x, ((0, 0), (call.w.shape[0] - 1, 0), (0, 0)))
+    return jnp.concatenate([call.state.astype(x.dtype), x], axis=1)
 
 
 def _at_lag(call: ShortConvCall, inputs: jax.Array, lag: int) -> jax.Array:
     """x_{t-lag} for each token t that reaches that far, 0 for the others: [B, T, D], in the accumulator's dtype."""
     start = call.w.shape[0] - 1 - lag
-    shifted = inputs[:, start : start + call.x.shape[1]].astype(accumulator(inputs.dtype))
+    shifted = inputs[:, start : start + call.x.shape[1]]
     return shifted if call.reach is None or lag == 0 else jnp.where((call.reach >= lag)[:, :, None], shifted, 0.0)
 
 
 def convolved(call: ShortConvCall) -> jax.Array:
     """y, without the final state."""
     inputs, width = _inputs(call), call.w.shape[0]
-    wide = accumulator(inputs.dtype)
+    wide = inputs.dtype
     total = _at_lag(call, inputs, 0) * call.w[width - 1].astype(wide)[None, None, :]  # [B, T, D]
     for lag in range(1, width):
         total = total + _at_lag(call, inputs, lag) * call.w[width - 1 - lag].astype(wide)[None, None, :]

@@ -5,9 +5,11 @@ heads, channels or a vocabulary. Kernels of other platforms are lowered for a ch
 tested with stand-ins that return zeros of the kernels' shapes: what is compiled then is everything around the kernels.
 """
 
+import collections
 import contextlib
 import functools
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -34,6 +36,10 @@ MESH = (2, 2)
 Scope = Literal["every", "compiled", "interpreted", "kernel"]
 # Of the largest value of a result: float32 sums in another order, and one rounding of a bfloat16 result.
 FLOAT_ERROR = {"float32": 2e-5, "bfloat16": 2**-7}
+
+
+def mesh_of(kind: AxisType) -> Any:
+    return jax.make_mesh(MESH, ("x", "y"), axis_types=(kind,) * 2)
 
 
 def over(scope: Scope, *, default: Literal["all", "first", "plain", "none"]) -> Callable[[Any], Any]:
@@ -81,11 +87,15 @@ def kernels_in(jaxpr: Any) -> int:
 
 
 def collectives(compiled: Any) -> dict[str, int]:
-    """The number of each kind of collective in a compiled program; kinds that it has none of are left out."""
+    """The number of each kind of collective of arrays in a compiled program; kinds that it has none of are left out.
+
+    A collective of single bits is not counted: devices that take a branch together agree on it (the delta rule on a CPU).
+    """
     kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-    text = compiled.as_text()
-    counts = {kind: len(re.findall(rf"= \S+ {kind}(?:-start)?\(|\) {kind}(?:-start)?\(", text)) for kind in kinds}
-    return {kind: count for kind, count in counts.items() if count}
+    found = re.findall(rf"= (\(.*?\)|\S+) ({'|'.join(kinds)})(?:-start)?\(", compiled.as_text())
+    return dict(
+        collections.Counter(kind for shape, kind in found if not re.fullmatch(r"\(?(pred\[\](, )?)+\)?", shape))
+    )
 
 
 @contextlib.contextmanager
@@ -114,8 +124,6 @@ def kernels_that_return_zeros(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(tpu.Kernel, "run", run_tpu)
     for name, stand_in in (("run_kernel", run_gpu), ("run_in_place", run_in_place)):
         original = getattr(gpu, name)
-        import sys
-
         for module in [m for key, m in sys.modules.items() if key.startswith("tilewright.") and m is not None]:
             if getattr(module, name, None) is original:
                 monkeypatch.setattr(module, name, stand_in)
@@ -241,7 +249,7 @@ class Composition:
     def test_shard_map(self, implementation: str) -> None:
         """Values and gradients, the check of varying axes on, shared arrays replicated: the gradient is their sum."""
         arrays, cotangents = self.drawn(implementation)
-        mesh = jax.make_mesh(MESH, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        mesh = mesh_of(AxisType.Auto)
         for name, cut in self.cuts.items():
             if name in self.only_compiler:
                 continue
@@ -252,7 +260,7 @@ class Composition:
     @over("kernel", default="none")
     def test_shard_map_lowers_the_kernel(self, implementation: str) -> None:
         arrays, cotangents = self.drawn(implementation)
-        mesh = jax.make_mesh(MESH, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        mesh = mesh_of(AxisType.Auto)
         for name, cut in self.cuts.items():
             if name in self.only_compiler:
                 continue
@@ -282,7 +290,7 @@ class Composition:
                 self._assert_stays(both.lower(*placed).compile(), arrays, cut, name)
 
     def _auto(self, arrays: Any, cotangents: Any, cut: Mapping[str, str]) -> Any:
-        mesh = jax.make_mesh(MESH, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        mesh = mesh_of(AxisType.Auto)
         specs = self.specs(arrays, cut), self.output_specs(cotangents, cut)
         return self.placed(mesh, (arrays, cotangents), specs)
 
@@ -297,7 +305,7 @@ class Composition:
     def test_explicit_axes(self, implementation: str) -> None:
         """Results carry the sharding of the arguments along the axes that they share."""
         arrays, cotangents = self.drawn(implementation)
-        mesh = jax.make_mesh(MESH, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+        mesh = mesh_of(AxisType.Explicit)
         for name, cut in self.cuts.items():
             specs = self.specs(arrays, cut), self.output_specs(cotangents, cut)
             with jax.set_mesh(mesh):
@@ -309,7 +317,7 @@ class Composition:
     @over("kernel", default="none")
     def test_explicit_axes_lower_the_kernel(self, implementation: str) -> None:
         arrays, cotangents = self.drawn(implementation)
-        mesh = jax.make_mesh(MESH, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+        mesh = mesh_of(AxisType.Explicit)
         for name, cut in self.cuts.items():
             specs = self.specs(arrays, cut), self.output_specs(cotangents, cut)
             placed = self.placed(mesh, (arrays, cotangents), specs)
@@ -321,7 +329,7 @@ class Composition:
     def test_an_axis_that_cannot_be_cut_is_refused(self) -> None:
         """One sentence, with the op, the argument, the axis and the way out."""
         arrays, _ = self.drawn(None)
-        mesh = jax.make_mesh(MESH, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+        mesh = mesh_of(AxisType.Explicit)
         for name, x in arrays.items():
             letters = self.letters(name, x.ndim)
             if self.whole_letter not in letters:

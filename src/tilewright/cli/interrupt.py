@@ -20,5 +20,11 @@ def _note(*_: Any) -> NoReturn:
 
 
 def seen() -> bool:
-    """Whether there was a Ctrl-C."""
+    """Whether there was a Ctrl-C that no verb has answered."""
     return _seen
+
+
+def answered() -> None:
+    """A verb has printed what there is, and ends."""
+    global _seen
+    _seen = False

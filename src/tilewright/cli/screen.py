@@ -3,12 +3,9 @@
 import contextlib
 import errno
 import math
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -91,24 +88,15 @@ class Entries:
         self.refused: dict[str, list[str]] = {}
         """The entries that were refused, by the reason."""
         self._ended: BaseException | None = None
-        self._interrupted = False
         self._bar = progress_bar()
         self._task = self._bar.add_task(what, total=total)
 
     def __enter__(self) -> "Entries":  # noqa: PYI034, as in core/call.py
         self._bar.start()
-        self._listens = threading.current_thread() is threading.main_thread()
-        if self._listens:
-            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        interrupt.listen()
         return self
 
-    def _interrupt(self, *_: Any) -> NoReturn:
-        self._interrupted = True
-        raise KeyboardInterrupt
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if self._listens:
-            signal.signal(signal.SIGINT, self._before)
         self._bar.stop()
         self._ended = error if isinstance(error, (KeyboardInterrupt, Mistake)) else None
         return self._ended is not None
@@ -134,7 +122,7 @@ class Entries:
         except Unsupported as error:
             self.refused.setdefault(str(error), []).append(name)
         except Exception as error:
-            if self._interrupted or interrupt.seen():  # JAX has made an error of its own of the interrupt.
+            if interrupt.seen():  # JAX has made an error of its own of the interrupt.
                 raise KeyboardInterrupt from error
             self.failed[name] = one_line(error)
             raised.append(self.failed[name])
@@ -143,7 +131,7 @@ class Entries:
 
     def _stop_if_interrupted(self) -> None:
         """Python may have dropped the exception of an interrupt (cli/interrupt.py)."""
-        if self._interrupted or interrupt.seen():
+        if interrupt.seen():
             raise KeyboardInterrupt
 
     def end(self, *, ok: bool = True, refused: str = "refused", named: bool = False) -> None:
@@ -159,6 +147,7 @@ class Entries:
         if isinstance(self._ended, Mistake):
             raise self._ended
         if self._ended is not None:
+            interrupt.answered()
             console().print("[bold red]interrupted:[/] the rest was not run")
             raise typer.Exit(INTERRUPTED)
         if self.failed or not ok or (named and self.refused):

@@ -12,8 +12,8 @@ front of a pass, and `vary_over` brings them back behind it.
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+
+from tilewright.core.boundary import identity
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -41,11 +41,8 @@ def without_axes(array: Any) -> Any:
 
 
 # JAX has no public operation for this: with its check off it does the same inside of kernels.
-_without_axes_p = Primitive("without_axes")
-_without_axes_p.def_impl(lambda x: x)
+_without_axes_p = identity("without_axes")
 _without_axes_p.def_abstract_eval(lambda x: x.update(manual_axis_type=type(x.manual_axis_type)()))
-mlir.register_lowering(_without_axes_p, lambda _, x: [x])
-batching.primitive_batchers[_without_axes_p] = lambda args, axes: (_without_axes_p.bind(*args), axes[0])
 
 
 def output_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ a function with a partitioning rule of its own, which the compiler asks (`run_pa
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -94,6 +94,29 @@ def _entries(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return given + [()] * (ndim - len(given))
 
 
+def mesh_axes(x: Any) -> list[tuple[str, ...]]:
+    """The Explicit mesh axes that each axis of an array is sharded over."""
+    return _entries(jax.typeof(x).sharding.spec, x.ndim)
+
+
+def placed(x: Any, axes: Sequence[tuple[str, ...]]) -> Any:
+    """The array, sharded over these Explicit mesh axes along each of its axes."""
+    if mesh_axes(x) == list(axes):
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*axes)) if mesh.axis_names else P(*axes))
+
+
+def axes_named(mesh_axes: tuple[str, ...]) -> str:
+    """Mesh axes, as an error names them."""
+    return f"mesh {'axes' if len(mesh_axes) > 1 else 'axis'} {', '.join(map(repr, mesh_axes))}"
+
+
+def _reduced_over(call: Call, placement: Placement) -> tuple[str, ...]:
+    """The mesh axes that the `reduced` axes of a call are cut over."""
+    return tuple(axis for letter in call.reduced for axis in placement.get(letter, ()))
+
+
 def _first_indivisible(axes: Axes, group: str, parts: int) -> str | None:
     """The first letter of a group whose size cannot be cut into this many parts."""
     sizes = {letter: axes.sizes.get(letter, parts) for letter, of in axes.group.items() if of == group}
@@ -146,10 +169,10 @@ def _required_placement(
 
 
 def _where(name: str, letter: str, mesh_axes: tuple[str, ...]) -> str:
-    plural = "axes" if len(mesh_axes) > 1 else "axis"
-    return (
-        f"{name} is sharded over mesh {plural} {', '.join(map(repr, mesh_axes))} along its axis {letter or 'of size 1'}"
-    )
+    axis = f"axis {letter or 'of size 1'}"
+    if letter.startswith("tokens"):
+        axis = f"axis {letter.removeprefix('tokens')}"
+    return f"{name} is sharded over {axes_named(mesh_axes)} along its {axis}"
 
 
 def _cannot_be_cut(op: str, name: str, letter: str, mesh_axes: tuple[str, ...], allowed: set[str]) -> ValueError:
@@ -198,7 +221,7 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
 
     def run_part(part: Call) -> Any:
-        over = tuple(axis for letter in call.reduced for axis in placement.get(letter, ()))
+        over = _reduced_over(call, placement)
         if not over:
             return function(part)
         shard = part.on_shard(over)
@@ -225,17 +248,35 @@ def axes_of_compiler() -> frozenset[str] | None:
     return auto if AxisType.Manual in types.values() else None
 
 
+class _Arguments:
+    """The arrays of a call and of what is beside it. A call may have shapes where a pass does not read the array."""
+
+    def __init__(self, call: Call, operands: Any):
+        self.leaves, self._tree = jax.tree.flatten((call, operands))
+        self.arrays = self.chosen(self.leaves)
+
+    def chosen(self, values: Sequence[Any]) -> list[Any]:
+        """Of one value per leaf, those of the arrays."""
+        pairs = zip(values, self.leaves, strict=True)
+        return [value for value, leaf in pairs if not isinstance(leaf, jax.ShapeDtypeStruct)]
+
+    def filled(self, arrays: Sequence[Any], shapes: Sequence[Any]) -> tuple[Call, Any]:
+        """The call and what is beside it, of other arrays and, for the leaves that are shapes, of `shapes`."""
+        given = iter(arrays)
+        pairs = zip(self.leaves, shapes, strict=True)
+        return self._tree.unflatten(
+            [shape if isinstance(leaf, jax.ShapeDtypeStruct) else next(given) for leaf, shape in pairs]
+        )
+
+
 def run_replicated(one: "CallPass", call: Call, operands: Any, settled: Any, axes: frozenset[str]) -> Any:
     """Runs a pass on each device along mesh axes that are left to the compiler, which cannot ask for a rule there."""
-    leaves, tree = jax.tree.flatten((call, operands))
-    arrays = [x for x in leaves if not isinstance(x, jax.ShapeDtypeStruct)]
+    arguments = _Arguments(call, operands)
 
     def run(*arrays: Any) -> Any:
-        given = iter(arrays)
-        call, operands = tree.unflatten(x if isinstance(x, jax.ShapeDtypeStruct) else next(given) for x in leaves)
-        return one.run(call, operands, settled)
+        return one.run(*arguments.filled(arrays, arguments.leaves), settled=settled)
 
-    return jax.shard_map(run, in_specs=P(), out_specs=P(), axis_names=set(axes))(*arrays)
+    return jax.shard_map(run, in_specs=P(), out_specs=P(), axis_names=set(axes))(*arguments.arrays)
 
 
 @runtime_checkable
@@ -269,16 +310,13 @@ def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> A
     of `shard_map`, have the pass itself. A device's part is decided for its own shape, as long as it saves arrays of the
     shapes that the whole call saves.
     """
-    leaves, tree = jax.tree.flatten((call, operands))
-    is_array = [not isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    arrays = [x for x, real in zip(leaves, is_array, strict=True) if real]
+    arguments = _Arguments(call, operands)
+    arrays = arguments.arrays
     result_tree: Any = None
 
     def run_whole(*arrays: Any) -> list[Any]:
         nonlocal result_tree
-        given = iter(arrays)
-        call, operands = tree.unflatten([next(given) if real else x for x, real in zip(leaves, is_array, strict=True)])
-        flat, result_tree = jax.tree.flatten(one.run(call, operands, settled))
+        flat, result_tree = jax.tree.flatten(one.run(*arguments.filled(arrays, arguments.leaves), settled=settled))
         return flat
 
     traced = _without_refs(jax.make_jaxpr(run_whole)(*arrays))
@@ -299,7 +337,7 @@ def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> A
 
     def partition(mesh: Any, given: Any, _: Any) -> Any:
         axes, of_operands, of_results = letters_of_all()
-        of_arrays = [letters for letters, real in zip(of_operands, is_array, strict=True) if real]
+        of_arrays = arguments.chosen(of_operands)
         mesh_shape = dict(mesh.shape)
         specs = [(letters, shape.sharding.spec) for letters, shape in zip(of_arrays, given, strict=False)]
         placement = _possible_placement(axes, specs, mesh_shape)
@@ -310,14 +348,10 @@ def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> A
         expected = [(cut(x.shape, each), x.dtype) for x, each in zip(shapes, of_results, strict=True)]
 
         def run_part(*arrays: Any) -> tuple[Any, ...]:
-            rest = iter(arrays)
-            part, beside = tree.unflatten(
-                [
-                    next(rest) if real else jax.ShapeDtypeStruct(cut(x.shape, letters), x.dtype)
-                    for x, real, letters in zip(leaves, is_array, of_operands, strict=True)
-                ]
-            )
-            over = tuple(axis for letter in call.reduced for axis in placement.get(letter, ()))
+            pairs = zip(arguments.leaves, of_operands, strict=True)
+            cut_leaves = [jax.ShapeDtypeStruct(cut(x.shape, letters), x.dtype) for x, letters in pairs]
+            part, beside = arguments.filled(arrays, cut_leaves)
+            over = _reduced_over(call, placement)
             shard = part.on_shard(over) if over else None
 
             def run(decided: Any) -> Any:
@@ -349,10 +383,11 @@ def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> A
 
     def rule(*_: Any) -> tuple[str, dict[str, Any]]:
         axes, of_operands, of_results = letters_of_all()
-        real = [each for each, real in zip(of_operands, is_array, strict=True) if real]
         constants = [("",) * len(x.shape) for x in traced.consts]
         operand_shapes = [x.shape for x in (*arrays, *traced.consts)]
-        return _sharding_rule(axes, [*real, *constants], operand_shapes, of_results, [x.shape for x in shapes])
+        return _sharding_rule(
+            axes, [*arguments.chosen(of_operands), *constants], operand_shapes, of_results, [x.shape for x in shapes]
+        )
 
     # JAX takes no constants here (a mask's block list is one): they are operands, the same on every device.
     @custom_partitioning

@@ -152,11 +152,11 @@ def finding_races() -> Iterator[None]:
         except jax.errors.JaxRuntimeError as error:
             if "RACE DETECTED" not in str(error):
                 raise
-            _reset_interpreters()
+            reset_interpreters()
             raise RaceDetected(_accesses(str(error))) from error
     # jax 0.11 prints a race and continues.
     if _race_was_noted():
-        _reset_interpreters()
+        reset_interpreters()
         raise RaceDetected("the interpreter printed the two accesses above")
 
 
@@ -178,7 +178,7 @@ def _race_was_noted() -> bool:
     return False
 
 
-def _reset_interpreters() -> None:
+def reset_interpreters() -> None:
     """Resets the interpreters, which otherwise stay in their error state."""
     from jax.experimental.pallas import tpu as pltpu
 

@@ -16,7 +16,7 @@ from tilewright.core.chip import Chip
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op
 from tilewright.core.implementation import DTYPES as DTYPES
 from tilewright.core.numerics import Verdict, judge
-from tilewright.core.target import RaceDetected, _reset_interpreters, default_device, finding_races, interpret
+from tilewright.core.target import RaceDetected, default_device, finding_races, interpret, reset_interpreters
 
 # Simulated TensorCores, for finding races: each step of a kernel's parallel axes, up to so many, runs on one of its own.
 _CORES = 64
@@ -166,7 +166,7 @@ def check_implementation(checked: CaseCheck, implementation: str, *, races: bool
         with interpret() if needs_interpreter(implementation) else contextlib.nullcontext():
             return checked.check(implementation)
     except Exception:
-        _reset_interpreters()
+        reset_interpreters()
         raise
 
 

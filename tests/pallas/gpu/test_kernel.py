@@ -9,7 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import tilewright
 from tilewright.core.chip import Chip
-from tilewright.pallas.gpu.kernel import padded, processors, run_in_place, run_kernel, smem_bytes, tile
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.kernel import processors, run_in_place, run_kernel, smem_bytes, tile
 
 STRUCT = jax.ShapeDtypeStruct((128,), jnp.float32)
 

@@ -14,7 +14,7 @@ from tilewright.core.call import Static
 
 
 class RowStatistics(NamedTuple):
-    """What a forward pass saves of each row: m and sum exp(logit - m), of which the probabilities follow."""
+    """What a forward pass saves of each row: m and sum exp(logit - m), from which the probabilities follow."""
 
     highest: jax.Array
     """m, times `per_nat`."""

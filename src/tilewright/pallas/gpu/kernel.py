@@ -27,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.chip import Chip
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import current_interpret, gpu_interpret_params
-from tilewright.pallas.arrays import padded as padded
 
 _SWIZZLE_BYTES = 128
 _BARRIER_BYTES = 8

@@ -80,7 +80,8 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     per_token,
     transposed_states,
 )
-from tilewright.pallas.gpu.kernel import padded, smem_bytes
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.kernel import smem_bytes
 from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 _LARGEST_KEY = 128

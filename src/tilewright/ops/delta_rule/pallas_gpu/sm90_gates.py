@@ -31,7 +31,8 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     per_chunk,
     positions,
 )
-from tilewright.pallas.gpu.kernel import padded, run_kernel
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.registers import WGMMA, load_along_columns, split_hi_lo, store, upcast
 from tilewright.pallas.gpu.wgmma import Accumulator, product
 

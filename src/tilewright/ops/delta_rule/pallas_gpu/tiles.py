@@ -20,7 +20,8 @@ from jaxlib.mlir.dialects import vector
 
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import SM90_TILE as TILE
-from tilewright.pallas.gpu.kernel import interpreted, padded, tile
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.kernel import interpreted, tile
 from tilewright.pallas.gpu.registers import (
     BF16X3,
     WGMMA,

@@ -36,7 +36,8 @@ from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch
 from tilewright.ops.delta_rule.step.call import DeltaRuleStepCall
 from tilewright.ops.delta_rule.step.config import DeltaRuleStepSm90Forward
-from tilewright.pallas.gpu.kernel import padded, run_in_place
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.kernel import run_in_place
 from tilewright.pallas.gpu.registers import few_rows, store
 
 _ROWS = 16  # Key channels that the 128 threads of a block hold side by side.

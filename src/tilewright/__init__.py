@@ -4,6 +4,9 @@ from tilewright import configs as configs
 from tilewright import masks as masks
 from tilewright.core.dispatch import Unsupported as Unsupported
 from tilewright.core.dispatch import explain as explain
+from tilewright.core.quantized import QuantizedArray as QuantizedArray
+from tilewright.core.quantized import dequantize as dequantize
+from tilewright.core.quantized import quantize as quantize
 from tilewright.core.target import interpret as interpret
 from tilewright.core.target import target as target
 from tilewright.core.version import __version__ as __version__
@@ -20,7 +23,10 @@ from tilewright.ops.delta_rule.api import kda_gate as kda_gate
 from tilewright.ops.delta_rule.step.api import delta_rule_step as delta_rule_step
 from tilewright.ops.delta_rule.step.api import gated_delta_rule_step as gated_delta_rule_step
 from tilewright.ops.delta_rule.step.api import kda_step as kda_step
+from tilewright.ops.grouped_matmul.api import grouped_matmul as grouped_matmul
 from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy
+from tilewright.ops.matmul.api import matmul as matmul
+from tilewright.ops.matmul.fp8 import fp8_matmul as fp8_matmul
 from tilewright.ops.norm.api import gated_rms_norm as gated_rms_norm
 from tilewright.ops.norm.api import layer_norm as layer_norm
 from tilewright.ops.norm.api import rms_norm as rms_norm

@@ -28,6 +28,8 @@ from tilewright.ops.delta_rule.config import DeltaRuleTpuBackward as DeltaRuleTp
 from tilewright.ops.delta_rule.config import DeltaRuleTpuForward as DeltaRuleTpuForward
 from tilewright.ops.delta_rule.config import DeltaRuleXlaForward as DeltaRuleXlaForward
 from tilewright.ops.delta_rule.step.config import DeltaRuleStepSm90Forward as DeltaRuleStepSm90Forward
+from tilewright.ops.grouped_matmul.config import GroupedMatmulXlaBackward as GroupedMatmulXlaBackward
+from tilewright.ops.grouped_matmul.config import GroupedMatmulXlaForward as GroupedMatmulXlaForward
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropySm90Backward as LinearCrossEntropySm90Backward
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropySm90Forward as LinearCrossEntropySm90Forward
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuBackward as LinearCrossEntropyTpuBackward

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tilewright.core.quantized import quantize
+
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
@@ -26,6 +28,17 @@ class Input:
     draw: Draw = _STANDARD_NORMAL
     dtype: str | None = None
     differentiable: bool = True
+    quantized: tuple[str, Any] | None = None
+    """The dtype and block that it is quantised to (`tilewright.quantize`), or None."""
+
+    def array(self, key: jax.Array, dtype: str) -> Any:
+        """A random array, drawn in float32, or quantised."""
+        x = self.draw(key, self.shape)
+        return (
+            x.astype(self.dtype or dtype)
+            if self.quantized is None
+            else quantize(x, self.quantized[0], block=self.quantized[1])
+        )
 
 
 @dataclass(frozen=True)
@@ -64,15 +77,15 @@ class Case:
     def differentiable(self) -> tuple[str, ...]:
         return tuple(name for name, spec in self.inputs.items() if spec.differentiable)
 
-    def structs(self, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+    def structs(self, dtype: str) -> dict[str, Any]:
         return {
-            name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)) for name, spec in self.inputs.items()
+            name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype))
+            if spec.quantized is None
+            else jax.eval_shape(lambda spec=spec: spec.array(jax.random.key(0), dtype))
+            for name, spec in self.inputs.items()
         }
 
-    def draw(self, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
+    def draw(self, dtype: str, seed: int = 0) -> dict[str, Any]:
         """Random inputs. They are drawn in float32, so every dtype gets the same values up to rounding."""
         keys = jax.random.split(jax.random.key(seed), len(self.inputs))
-        return {
-            name: spec.draw(key, spec.shape).astype(spec.dtype or dtype)
-            for key, (name, spec) in zip(keys, self.inputs.items(), strict=True)
-        }
+        return {name: spec.array(key, dtype) for key, (name, spec) in zip(keys, self.inputs.items(), strict=True)}

@@ -1,0 +1,225 @@
+"""Quantised arrays: values of 8 or 4 bits, and one float32 scale per block of them.
+
+    w8 = tilewright.quantize(w, "int8")                             # one scale per output column
+    w8 = tilewright.quantize(w, "float8_e4m3fn", block=(128, 128))  # one per 128 x 128 weights
+    x8 = tilewright.quantize(x, "float8_e4m3fn", block=(1, 128))    # one per row and 128 channels
+    tilewright.dequantize(w8)                                       # values times scales, float32
+
+A scale is the largest magnitude of its block divided by the largest number of the dtype, so nothing is clipped, and a
+block of zeros has the scale 0. The error of an element is at most scale / 2 for integers; for float8 it is at most 2^-4
+(e4m3) or 2^-3 (e5m2) of its magnitude, or half of the smallest subnormal times the scale.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tilewright.core.arguments import shown
+from tilewright.core.chip import CHIPS
+
+Layout = Literal["row_major", "column_major"]
+
+LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""The dtypes of quantised values, and the magnitude that the largest element of a block is scaled to."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("stored", "scales"), meta_fields=("dtype", "layout"))
+@dataclass(frozen=True)
+class QuantizedArray:
+    """An array [..., R, C] as small values times float32 scales. A pytree: it jits, shards, and is saved leaf by leaf.
+
+    The number of elements that share a scale follows from the shapes of the two leaves, so that it survives slicing,
+    stacking and sharding.
+    """
+
+    stored: Any
+    """The values as they lie in memory. int4: int8 of half the rows, row 2 i in the low four bits of row i and row
+    2 i + 1 in the high four. "column_major": the last two axes are exchanged."""
+    scales: Any
+    """float32, one per block: [..., R / block rows, C / block columns]."""
+    dtype: str
+    """Of the values: "int8", "int4", "float8_e4m3fn" or "float8_e5m2"."""
+    layout: Layout = "row_major"
+
+    @property
+    def rows_first(self) -> Any:
+        """The values as stored, with the rows before the columns. XLA makes no copy where a kernel exchanges them again."""
+        return self.stored if self.layout == "row_major" else jnp.swapaxes(self.stored, -1, -2)
+
+    @property
+    def values(self) -> Any:
+        """The values [..., R, C]: of the dtype itself, and int8 for int4."""
+        return unpacked(self.rows_first) if self.dtype == "int4" else self.rows_first
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *outer, rows, columns = self.stored.shape
+        if self.layout == "column_major":
+            rows, columns = columns, rows
+        return (*outer, 2 * rows if self.dtype == "int4" else rows, columns)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The rows and columns that share one scale."""
+        rows, columns = (size // max(1, n) for size, n in zip(self.shape[-2:], self.scales.shape[-2:], strict=True))
+        return rows, columns
+
+
+def packed(values: Array) -> Array:
+    """int8 values of four bits [..., R, C] as int8 [..., R / 2, C]: two rows in one."""
+    low, high = values[..., 0::2, :], values[..., 1::2, :]
+    return (low & 0xF) | (high << 4)
+
+
+def unpacked(stored: Array) -> Array:
+    """The inverse of `packed`."""
+    low, high = (stored << 4) >> 4, stored >> 4  # Shifts of int8 keep the sign.
+    *outer, rows, columns = stored.shape
+    return jnp.stack([low, high], axis=-2).reshape(*outer, 2 * rows, columns)
+
+
+def expanded_scales(scales: Array, shape: tuple[int, int]) -> Array:
+    """One scale per element of the last two axes, from one per block."""
+    for axis, size in zip((-2, -1), shape, strict=True):
+        if scales.shape[axis] not in (1, size):
+            scales = jnp.repeat(scales, size // scales.shape[axis], axis=axis)
+    return scales
+
+
+def quantize(
+    x: Float[Array, "*batch R C"],
+    dtype: Any,
+    *,
+    block: int | tuple[int | None, int | None] | None = None,
+    layout: Layout | None = None,
+) -> QuantizedArray:
+    """Quantises an array, with scales from its current values.
+
+    The gradient stops here: values are integers, or too coarse to carry one. `tilewright.fp8_matmul` trains through
+    quantised products with gradients to the float arrays.
+
+    Args:
+      x: [..., R, C], floating. Leading axes, such as layers or experts, have scales of their own.
+      dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2", or the JAX dtype. int4 needs an even R.
+      block: the rows and columns that share one scale. None for an element of the pair means the whole axis:
+        (None, 1) has one scale per column, (1, None) one per row, (None, None) one for the matrix. A number n is (n, n).
+        Without a block there is one scale per column, which for weights [K, N] is an output column.
+      layout: "column_major" stores a column's values next to each other, which is how Hopper's float8 units read
+        weights; it is the default for float8. Integers are "row_major".
+
+    Returns:
+      a `QuantizedArray` of shape [..., R, C].
+    """
+    x, name = jnp.asarray(x), jnp.dtype(dtype).name
+    if name not in LARGEST:
+        raise ValueError(f"dtype={name!r} is not a dtype to quantise to; use one of {', '.join(map(repr, LARGEST))}")
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x is {shown(x)}; it must be [..., R, C] of a floating dtype: x.astype(jnp.float32)")
+    sizes = _block_sizes(x.shape[-2:], block)
+    if name == "int4" and x.shape[-2] % 2:
+        raise ValueError(f"x is {shown(x)}; int4 stores two rows per byte, so its rows must be even: pad x by a row")
+    x = jax.lax.stop_gradient(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    *outer, rows, columns = x.shape
+    blocks = x.reshape(*outer, rows // sizes[0], sizes[0], columns // sizes[1], sizes[1])
+    highest = jnp.max(jnp.abs(blocks), axis=(-3, -1), initial=0.0)  # [..., R / rows, C / columns]
+    scales = highest / LARGEST[name]
+    scaled = blocks / jnp.where(scales == 0, 1.0, scales)[..., :, None, :, None]
+    integer = name.startswith("int")
+    values = jnp.round(scaled) if integer else scaled
+    stored = values.reshape(x.shape).astype(jnp.int8 if integer else name)
+    stored = packed(stored) if name == "int4" else stored
+    layout = layout or ("row_major" if integer else "column_major")
+    stored = stored if layout == "row_major" else jnp.swapaxes(stored, -1, -2)
+    return QuantizedArray(stored, scales.astype(jnp.float32), name, layout)
+
+
+def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Array:
+    """Values times scales, [..., R, C]: computed in float32 and rounded once to `dtype`."""
+    accumulate = jnp.promote_types(dtype, jnp.float32)
+    scales = expanded_scales(x.scales, (x.shape[-2], x.shape[-1]))
+    return (x.values.astype(accumulate) * scales.astype(accumulate)).astype(dtype)
+
+
+def _block_sizes(shape: tuple[int, ...], block: Any) -> tuple[int, int]:
+    pair = (None, 1) if block is None else (block, block) if isinstance(block, int) else tuple(block)
+    if len(pair) != 2 or any(size is not None and (not isinstance(size, int) or size < 1) for size in pair):
+        raise ValueError(
+            f"block={block!r} must be rows and columns, such as (128, 128), or None for an axis as a whole"
+        )
+    sizes = tuple(max(1, whole) if size is None else size for size, whole in zip(pair, shape, strict=True))
+    for size, whole, axis in zip(sizes, shape, ("rows", "columns"), strict=True):
+        if whole % size:
+            raise ValueError(
+                f"block={block!r} does not divide the {whole} {axis} of x; pad x to {-(-whole // size) * size} {axis}, or "
+                f"use block=(None, 1) for one scale per column"
+            )
+    return sizes[0], sizes[1]
+
+
+def check_scales(name: str, x: QuantizedArray) -> None:
+    """Raises where the scales of an argument do not divide its values into blocks."""
+    shape, scales = x.shape, x.scales.shape
+    if x.dtype not in LARGEST:
+        raise ValueError(f"{name} has dtype {x.dtype!r}; use one of {', '.join(map(repr, LARGEST))}")
+    if (
+        len(scales) != len(shape)
+        or scales[:-2] != shape[:-2]
+        or any(n < 1 or size % n for size, n in zip(shape[-2:], scales[-2:], strict=True))
+    ):
+        raise ValueError(
+            f"{name} has shape {list(shape)} and scales of shape {list(scales)}; each of the last two axes of the scales "
+            f"must divide that of the values, and the others be equal: use tilewright.quantize"
+        )
+
+
+def stored_operand(name: str, x: Any) -> tuple[Array, Array | None]:
+    """The values of an op's argument, as they are stored but rows first, and its scales; None where it is not quantised."""
+    if not isinstance(x, QuantizedArray):
+        return jnp.asarray(x), None
+    check_scales(name, x)
+    return x.rows_first, x.scales
+
+
+def result_dtype(x: Array, x_scales: Array | None) -> Any:
+    """The default dtype of a product: x's, and bfloat16 where x is quantised; float64 for the oracle."""
+    if x_scales is None or x_scales.dtype == jnp.float64:
+        return x.dtype if x_scales is None else x_scales.dtype
+    return jnp.bfloat16
+
+
+def check_operands(x: Any, w: Any) -> None:
+    """Raises where x cannot be multiplied with w: x has scales per row, at least 8 bits, and w is of the same kind."""
+    if not isinstance(x, QuantizedArray):
+        if not isinstance(w, QuantizedArray) and w.dtype != x.dtype:
+            raise ValueError(f"w is {w.dtype.name} and x is {x.dtype.name}; they must be equal: pass w.astype(x.dtype)")
+        return
+    if x.dtype == "int4":
+        raise ValueError("x is int4, and activations have at least 8 bits; use quantize(x, 'int8') or 'float8_e4m3fn'")
+    if not isinstance(w, QuantizedArray):
+        raise ValueError("x is quantised and w is not; quantise w too, or pass dequantize(x, w.dtype)")
+    if x.block[0] > 1 < x.scales.shape[-2]:
+        raise ValueError(
+            f"x has blocks of {x.block}; it must have scales per row: use quantize(x, dtype, block=(1, 128))"
+        )
+    if 1 < x.scales.shape[-1] != w.scales.shape[-2] > 1:
+        raise ValueError(
+            f"x has a scale per {x.block[1]} of K and w per {w.block[0]}; they must be equal, or one of them be all of K"
+        )
+
+
+def chips_with(unit: str) -> str:
+    """The chips whose matrix units take a dtype ("int8", "float8"), for a message."""
+    return ", ".join(chip.name for chip in CHIPS if unit in dict(chip.peak_flops))
+
+
+def unit_of(dtype: str) -> str:
+    """The name of the matrix unit of a quantised dtype in the table of chips."""
+    return "float8" if dtype.startswith("float8") else "int8"

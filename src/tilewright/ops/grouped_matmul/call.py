@@ -1,0 +1,80 @@
+"""A call of `grouped_matmul`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from tilewright.core.activation import parts_of
+from tilewright.core.call import Call, array, option, power_of_two
+from tilewright.core.quantized import unpacked
+
+
+class GroupedMatmulCall(Call):
+    """y_m = activation(x_m w_g) for each row m of group g; rows past the last group are zeros.
+
+    Group g has group_sizes[g] rows, after those of the groups before it. z = x w is [M, P, N] with P = 2 parts for swiglu
+    and one otherwise. Quantised operands are values and scales, as in ops/matmul/call.py, per group.
+    """
+
+    independent = (("N", "NS"),)
+    outputs = ("M N",)
+
+    x: Num[Array, "M K"] = array()
+    w: Num[Array, "G KW P N"] = array()
+    group_sizes: Int[Array, " G"] = array(differentiable=False)
+    x_scales: Float[Array, "M KX"] | None = array(differentiable=False)
+    w_scales: Float[Array, "G KS P NS"] | None = array(differentiable=False)
+    activation: str | None = option()
+    out_dtype: str = option()
+    w_dtype: str = option()
+    """Of the values of w: "int4" is stored as int8 of half the rows (core/quantized.py)."""
+
+    @property
+    def parts(self) -> int:
+        return parts_of(self.activation)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """G, M, K and N: groups, rows of x, channels that are contracted, columns of y."""
+        (m, k), groups, n = self.x.shape, self.w.shape[0], self.w.shape[-1]
+        return groups, m, k, n
+
+    @property
+    def values(self) -> Any:
+        """The values of w as [G, K, P, N]: floating, float8 or int8."""
+        if self.w_dtype != "int4":
+            return self.w
+        groups, rows, parts, n = self.w.shape
+        return unpacked(self.w.reshape(groups, rows, parts * n)).reshape(groups, 2 * rows, parts, n)
+
+    def bucket(self) -> Mapping[str, Any]:
+        groups, m, k, n = self.sizes
+        return {
+            "dtype": self.x.dtype.name,
+            "w": None if self.w_dtype == self.x.dtype.name else self.w_dtype,
+            "G": groups,
+            "M": power_of_two(m),
+            "K": k,
+            "N": n,
+            "activation": self.activation,
+        }
+
+
+def group_starts(group_sizes: jax.Array, m: int) -> jax.Array:
+    """The first row of each group, and the end of the last one: int32 [G + 1], ascending, at most m.
+
+    Sizes that are negative count as 0, and groups end with the rows that there are: no implementation can read or write
+    past them. `poison` tells of both.
+    """
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), m).astype(jnp.int32)
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+
+
+def poison(group_sizes: jax.Array, m: int) -> jax.Array:
+    """float32 scalar: NaN where the sizes are negative or sum past m, which makes every row of the result NaN; else 0."""
+    # In float32 the sum of sizes cannot overflow into the allowed range.
+    wrong = jnp.any(group_sizes < 0) | (jnp.sum(group_sizes.astype(jnp.float32)) > m)
+    return jnp.where(wrong, jnp.float32(jnp.nan), jnp.float32(0.0))

@@ -1,0 +1,143 @@
+"""`grouped_matmul` in plain JAX: a scan over blocks of rows, each of one group (blocks.py), and hand-written gradients.
+
+A step takes block_m rows and the matrix of their group, so the FLOPs are those of M + G block_m rows at most, and no
+array has a size of M times G. The gradient of w is accumulated in float32 in the order of the rows: the same bits in
+every run.
+
+Quantised operands: as in ops/matmul/xla.py. Scales per column are multiplied to the result; weights with scales along K
+are dequantised to x's dtype, which rounds each once; where x is quantised too, it is dequantised to bfloat16 as well.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.core.activation import activate, pull_back
+from tilewright.core.chip import Chip
+from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.quantized import expanded_scales
+from tilewright.ops.grouped_matmul.blocks import RowBlocks, row_blocks
+from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
+from tilewright.ops.grouped_matmul.config import GroupedMatmulXlaBackward, GroupedMatmulXlaForward
+from tilewright.pallas.arrays import dot_f32
+
+_LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 8
+
+
+def dequantized_rows(call: GroupedMatmulCall) -> jax.Array:
+    """x [M, K], floating, scales included; bfloat16 where it is quantised."""
+    if call.x_scales is None:
+        return call.x
+    m, k = call.x.shape
+    scales = expanded_scales(call.x_scales, (m, k))
+    return (call.x.astype(jnp.float32) * scales).astype(jnp.bfloat16)
+
+
+def dequantized_weights(call: GroupedMatmulCall, dtype: Any) -> jax.Array:
+    """w [G, K, P N] in `dtype`, scales included."""
+    groups, k, parts, n = call.values.shape
+    if call.w_scales is None:
+        return call.values.reshape(groups, k, parts * n).astype(dtype)
+    scales = expanded_scales(jnp.moveaxis(call.w_scales, 2, 1), (k, n))  # [G, P, K or 1, N]
+    return (call.values.astype(jnp.float32) * jnp.moveaxis(scales, 1, 2)).astype(dtype).reshape(groups, k, parts * n)
+
+
+def _weights_and_scales(call: GroupedMatmulCall, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """w [G, K, P N] in `dtype`, and scales [G, 1, P N] for the result where they are not in it."""
+    groups, k, parts, n = call.values.shape
+    if call.w_scales is None or call.w_scales.shape[1] > 1:
+        return dequantized_weights(call, dtype), None
+    scales = expanded_scales(call.w_scales[:, 0], (parts, n)).reshape(groups, 1, parts * n)
+    return call.values.reshape(groups, k, parts * n).astype(dtype), scales
+
+
+def _blocks(call: GroupedMatmulCall, block_m: int) -> RowBlocks:
+    m = call.x.shape[0]
+    return row_blocks(group_starts(call.group_sizes, m), m, block_m)
+
+
+def _taken(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows of x; zeros for those that are none."""
+    return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
+
+
+def _of_rows(blocks: RowBlocks, results: jax.Array) -> jax.Array:
+    """[blocks, block_m, ...] as [M, ...]: zeros for rows past the last group."""
+    own = results[blocks.block, blocks.place]
+    inside = blocks.in_group.reshape(-1, *[1] * (own.ndim - 1))
+    return jnp.where(inside, own, jnp.zeros_like(own))
+
+
+def saved_dtype(call: GroupedMatmulCall) -> Any:
+    """The dtype that z is saved in for the backward pass."""
+    return jnp.float32 if call.x_scales is not None else call.x.dtype
+
+
+def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
+    """Saves z where there is an activation."""
+    m, n = call.x.shape[0], call.w.shape[-1]
+    x, blocks = dequantized_rows(call), _blocks(call, launch.config.block_m)
+    w, scales = _weights_and_scales(call, x.dtype)
+
+    def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+        group, rows = block
+        z = dot_f32(_taken(x, rows), w[group], (1, 0))  # [block_m, P N]
+        z = z if scales is None else z * scales[group]
+        parts = tuple(z[:, part * n : (part + 1) * n] for part in range(call.parts))
+        y = activate(call.activation, parts).astype(call.out_dtype)
+        return None, (y, jnp.stack(parts, axis=1).astype(saved_dtype(call)) if save and call.activation else None)
+
+    _, (y, z) = jax.lax.scan(step, None, (blocks.group, blocks.rows))
+    y = _of_rows(blocks, y) + poison(call.group_sizes, m).astype(call.out_dtype)
+    return y, None if z is None else _of_rows(blocks, z)
+
+
+def d_product(call: GroupedMatmulCall, saved: Any, dy: jax.Array) -> jax.Array:
+    """The gradient of z in x's dtype, [M, P N]."""
+    if call.activation is None:
+        return dy.astype(call.x.dtype)
+    z = tuple(saved[:, part].astype(jnp.float32) for part in range(call.parts))
+    dz = pull_back(call.activation, z, dy.astype(jnp.float32))
+    return jnp.concatenate(dz, axis=1).astype(call.x.dtype)
+
+
+def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
+    if call.x_scales is not None:
+        return call.gradients()
+    dz, blocks = d_product(call, saved, dy), _blocks(call, launch.config.block_m)
+    w = dequantized_weights(call, call.x.dtype)
+    trains = call.w_scales is None
+
+    def step(dw: jax.Array | None, block: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        group, rows = block
+        own = _taken(dz, rows)
+        if dw is not None:
+            dw = dw.at[group].add(dot_f32(_taken(call.x, rows), own, (0, 0)))
+        return dw, dot_f32(own, w[group], (1, 1)).astype(call.x.dtype)
+
+    dw, dx = jax.lax.scan(step, jnp.zeros(w.shape, jnp.float32) if trains else None, (blocks.group, blocks.rows))
+    dx = _of_rows(blocks, dx)
+    return call.gradients(x=dx) if dw is None else call.gradients(x=dx, w=dw.reshape(call.w.shape))
+
+
+def _rows(chip: Chip, call: GroupedMatmulCall) -> int:
+    """About the mean size of a group: half of a block is wasted per group."""
+    groups, m, _, _ = call.sizes
+    size = 1 << max(0, (m // max(1, groups)).bit_length() - 1)
+    return min(max(size, _SMALLEST_BLOCK), _LARGEST_BLOCK)
+
+
+IMPLEMENTATION = Implementation(
+    forward=Pass(
+        _forward,
+        config=GroupedMatmulXlaForward,
+        heuristic=lambda chip, call: GroupedMatmulXlaForward(_rows(chip, call)),
+        saved="M . N",
+    ),
+    backward=Pass(
+        _backward,
+        config=GroupedMatmulXlaBackward,
+        heuristic=lambda chip, call: GroupedMatmulXlaBackward(_rows(chip, call)),
+    ),
+)

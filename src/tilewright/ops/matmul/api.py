@@ -1,0 +1,130 @@
+"""`matmul`: a product with bias, activation and residual, of float and of quantised operands."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jaxtyping import Array, Float
+
+from tilewright.core.activation import ActivationName, check_activation, parts_of
+from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.config import Config
+from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.quantized import QuantizedArray, check_operands, result_dtype, stored_operand
+from tilewright.ops.matmul.call import MatmulCall
+
+OP = register(
+    Op(
+        name="matmul",
+        family="tilewright.ops.matmul",
+        implementations=("xla", "reference"),
+    )
+)
+
+
+def matmul(
+    x: Float[Array, "*tokens K"] | QuantizedArray,
+    w: Float[Array, "K N"] | Float[Array, "K P N"] | QuantizedArray,
+    *,
+    bias: Float[Array, " N"] | Float[Array, "P N"] | None = None,
+    activation: ActivationName | None = None,
+    residual: Float[Array, "*tokens N"] | None = None,
+    out_dtype: Any = None,
+    implementation: ImplementationName | None = None,
+    config: Config | tuple[Config, ...] | None = None,
+) -> Float[Array, "*tokens N"]:
+    r"""A matrix product with an epilogue, accumulated in float32.
+
+        y = activation(x w + bias) + residual
+
+    Products of float32 arrays are computed in float32, whatever JAX's default precision is.
+
+    Args:
+      x: [..., K], float32 or bfloat16; or a `QuantizedArray` of int8 or float8 with one scale per row, or per row and
+        block of K, where w is quantised too.
+      w: [K, N], of x's dtype, or a `QuantizedArray` of that shape (`tilewright.quantize`): int8, int4 or float8 weights
+        with any scales. With "swiglu" w is [K, 2 N], or [K, 2, N], which can be sharded along N.
+      bias: [N]; [2 N] or [2, N] with "swiglu".
+      activation: "silu", "gelu" (the tanh form), "relu", or "swiglu": silu of the first half of the columns times the
+        second half. None for none.
+      residual: [..., N], added last.
+      out_dtype: of y; x's by default, and bfloat16 where x is quantised.
+      implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
+      config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
+
+    Returns:
+      y [..., N]. Gradients reach x, w, bias and residual; a quantised operand has none.
+    """
+    check_activation(activation)
+    x_values, x_scales = stored_operand("x", x)
+    w_values, w_scales = stored_operand("w", w)
+    bias = None if bias is None else jnp.asarray(bias)
+    residual = None if residual is None else jnp.asarray(residual)
+    w_dtype = w.dtype if isinstance(w, QuantizedArray) else w_values.dtype.name
+    _validate_operands(x, w, x_values, w_values, activation)
+    parts = parts_of(activation)
+    n = w_values.shape[-1] * (w_values.shape[-2] if w_values.ndim == 3 else 1) // parts
+    _validate_epilogue(x_values, bias, residual, n, parts)
+    out = jnp.dtype(out_dtype or result_dtype(x_values, x_scales)).name
+    if out not in FLOATING:
+        raise ValueError(f"out_dtype={out!r} must be float32 or bfloat16")
+    if w_scales is not None:
+        rows = w_scales.shape[0]
+        # One scale for all columns is one per column, so that both can be sharded alike.
+        per_column = w_scales.shape[-1] == 1 and w_scales.ndim == 2
+        w_scales = jnp.broadcast_to(w_scales, (rows, parts * n)) if per_column else w_scales
+        w_scales = w_scales.reshape(rows, parts, -1)
+    if x_scales is not None and x_scales.shape[:-1] != x_values.shape[:-1]:
+        x_scales = jnp.broadcast_to(
+            jnp.repeat(x_scales, x_values.shape[-2] // x_scales.shape[-2], axis=-2),
+            (*x_values.shape[:-1], x_scales.shape[-1]),
+        )
+    call = MatmulCall(
+        x=x_values,
+        w=w_values.reshape(w_values.shape[0], parts, n),
+        bias=None if bias is None else bias.reshape(parts, n),
+        residual=residual,
+        x_scales=x_scales,
+        w_scales=w_scales,
+        activation=activation,
+        out_dtype=out,
+        w_dtype=w_dtype,
+    )
+    if 0 in (*x_values.shape, *w_values.shape):
+        return OP.run(call, implementation="reference", config=None)
+    return OP.run(call, implementation=implementation, config=config)
+
+
+def _validate_operands(x: Any, w: Any, x_values: jax.Array, w_values: jax.Array, activation: str | None) -> None:
+    quantized_x, quantized_w = isinstance(x, QuantizedArray), isinstance(w, QuantizedArray)
+    if not quantized_x and (x_values.ndim < 1 or x_values.dtype.name not in FLOATING):
+        raise ValueError(f"x is {shown(x_values)}; it must be [..., K] of float32 or bfloat16: x.astype(jnp.bfloat16)")
+    k, shape = x_values.shape[-1], tuple(w.shape)
+    if len(shape) != 2 and not (len(shape) == 3 and activation == "swiglu" and shape[1] == 2 and not quantized_w):
+        raise ValueError(f"w has shape {list(shape)}; it must be [K, N], or [K, 2, N] with activation='swiglu'")
+    if shape[0] != k:
+        transposed = len(shape) == 2 and shape[1] == k
+        remedy = "it looks transposed: pass w.T" if transposed else f"pass a w with {k} rows"
+        raise ValueError(f"w has shape {list(shape)} and x has K={k} channels; {remedy}")
+    if activation == "swiglu" and len(shape) == 2 and shape[1] % 2:
+        raise ValueError(f"w has {shape[1]} columns; activation='swiglu' takes [K, 2 N], gate and value halves: pad N")
+    check_operands(x if quantized_x else x_values, w if quantized_w else w_values)
+    if activation == "swiglu" and len(shape) == 2 and _sharded_columns(w_values):
+        raise ValueError("w [K, 2 N] is sharded along its columns, which cuts gates from values; pass it as [K, 2, N]")
+
+
+def _sharded_columns(w: jax.Array) -> bool:
+    """Whether the last axis is sharded over an Explicit mesh axis."""
+    sharding = jax.typeof(w).sharding
+    return AxisType.Explicit in sharding.mesh.axis_types and sharding.spec[-1] is not None
+
+
+def _validate_epilogue(x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, n: int, parts: int) -> None:
+    shapes = [(n,)] if parts == 1 else [(parts * n,), (parts, n)]
+    if bias is not None and (bias.shape not in shapes or bias.dtype.name not in FLOATING):
+        raise ValueError(
+            f"bias is {shown(bias)}; it must be {' or '.join(str(list(each)) for each in shapes)}, floating"
+        )
+    if residual is not None and (residual.shape != (*x.shape[:-1], n) or residual.dtype.name not in FLOATING):
+        raise ValueError(f"residual is {shown(residual)}; it must be {[*x.shape[:-1], n]}, floating, as y is")

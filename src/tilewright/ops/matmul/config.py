@@ -1,0 +1,1 @@
+"""Block sizes of matrix products."""

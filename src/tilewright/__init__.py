@@ -27,6 +27,12 @@ from tilewright.ops.grouped_matmul.api import grouped_matmul as grouped_matmul
 from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy
 from tilewright.ops.matmul.api import matmul as matmul
 from tilewright.ops.matmul.fp8 import fp8_matmul as fp8_matmul
+from tilewright.ops.moe.api import moe_combine as moe_combine
+from tilewright.ops.moe.api import moe_dispatch as moe_dispatch
+from tilewright.ops.moe.api import moe_load_balance_loss as moe_load_balance_loss
+from tilewright.ops.moe.api import moe_route as moe_route
+from tilewright.ops.moe.api import moe_sort as moe_sort
+from tilewright.ops.moe.api import moe_z_loss as moe_z_loss
 from tilewright.ops.norm.api import gated_rms_norm as gated_rms_norm
 from tilewright.ops.norm.api import layer_norm as layer_norm
 from tilewright.ops.norm.api import rms_norm as rms_norm

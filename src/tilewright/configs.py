@@ -28,6 +28,10 @@ from tilewright.ops.delta_rule.config import DeltaRuleTpuBackward as DeltaRuleTp
 from tilewright.ops.delta_rule.config import DeltaRuleTpuForward as DeltaRuleTpuForward
 from tilewright.ops.delta_rule.config import DeltaRuleXlaForward as DeltaRuleXlaForward
 from tilewright.ops.delta_rule.step.config import DeltaRuleStepSm90Forward as DeltaRuleStepSm90Forward
+from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward as GroupedMatmulSm90Backward
+from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Forward as GroupedMatmulSm90Forward
+from tilewright.ops.grouped_matmul.config import GroupedMatmulTpuBackward as GroupedMatmulTpuBackward
+from tilewright.ops.grouped_matmul.config import GroupedMatmulTpuForward as GroupedMatmulTpuForward
 from tilewright.ops.grouped_matmul.config import GroupedMatmulXlaBackward as GroupedMatmulXlaBackward
 from tilewright.ops.grouped_matmul.config import GroupedMatmulXlaForward as GroupedMatmulXlaForward
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropySm90Backward as LinearCrossEntropySm90Backward
@@ -36,6 +40,10 @@ from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuBack
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuForward as LinearCrossEntropyTpuForward
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyXlaBackward as LinearCrossEntropyXlaBackward
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyXlaForward as LinearCrossEntropyXlaForward
+from tilewright.ops.matmul.config import MatmulSm90Backward as MatmulSm90Backward
+from tilewright.ops.matmul.config import MatmulSm90Forward as MatmulSm90Forward
+from tilewright.ops.matmul.config import MatmulTpuBackward as MatmulTpuBackward
+from tilewright.ops.matmul.config import MatmulTpuForward as MatmulTpuForward
 from tilewright.ops.norm.config import NormTpuBackward as NormTpuBackward
 from tilewright.ops.norm.config import NormTpuForward as NormTpuForward
 from tilewright.ops.short_conv.config import ShortConvTpuBackward as ShortConvTpuBackward

@@ -186,7 +186,7 @@ class Composition:
     @classmethod
     def output_specs(cls, outputs: tuple[Any, ...], cut: Mapping[str, str]) -> tuple[P, ...]:
         def spelled(text: str, ndim: int) -> tuple[str, ...]:
-            leading = [f"tokens{n}" for n in range(ndim)]
+            leading = [f"tokens{n}" for n in range(ndim - len(text.split()) + 1)]
             letters = [each for letter in text.split() for each in (leading if letter == "*tokens" else [letter])]
             return tuple(letters[:ndim])
 

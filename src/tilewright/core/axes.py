@@ -14,6 +14,8 @@
 | D, Dv  | head width in attention: of queries and keys, of values                     |
 | R      | pairs of features that a rotary embedding rotates                           |
 | P      | pages of a paged cache                                                      |
+| M, G   | rows, and groups of them, in products; there K is the contracted axis, N columns and P parts of them |
+| E, F   | experts, and the hidden channels of one                                     |
 | W      | taps of a short convolution; there and in a norm D is the columns of x      |
 
 A block of an axis is `block_<letter>`, a number of blocks `num_<letter>`. Each load, dot and reshape has a trailing

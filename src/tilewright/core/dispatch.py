@@ -291,7 +291,8 @@ def _decide_pass(
 ) -> PassDecision:
     config, source = one.config_for(chip, call, configs)
     launch = Launch(chip, config, interpret)
-    return PassDecision(launch, source, one.refusal(call, launch), one.note)
+    note = one.note(call) if callable(one.note) else one.note
+    return PassDecision(launch, source, one.refusal(call, launch), note)
 
 
 @functools.lru_cache(maxsize=4096)

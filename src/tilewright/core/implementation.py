@@ -65,8 +65,9 @@ class Pass:
     saved: Any = None
     """Forward: the axes of the arrays in `saved`, as a pytree of its structure: "B H T", and "." for an axis that a call
     cannot be cut along."""
-    note: str = ""
-    """What `explain` should say about this pass beside its config, such as whose gradient it is."""
+    note: str | Callable[[Any], str] = ""
+    """What `explain` should say about this pass beside its config, such as whose gradient it is; a function where that
+    depends on the call."""
 
     def refusal(self, call: Any, launch: Launch) -> str | None:
         """Why this pass cannot run, by its own rules and by its memory."""

@@ -10,8 +10,10 @@ gradients of replicated arrays (`run_explicit`). Auto axes are known to the comp
 a function with a partitioning rule of its own, which the compiler asks (`run_partitioned`).
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -21,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tilewright.core.boundary import on_one_device
-from tilewright.core.call import Call, Shard, Static
+from tilewright.core.call import Call, CallShapes, Shard, Static
 
 Letters = tuple[str, ...]
 Placement = Mapping[str, tuple[str, ...]]
@@ -94,14 +96,14 @@ def _entries(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return given + [()] * (ndim - len(given))
 
 
-def mesh_axes(x: Any) -> list[tuple[str, ...]]:
+def explicit_axes(x: Any) -> list[tuple[str, ...]]:
     """The Explicit mesh axes that each axis of an array is sharded over."""
     return _entries(jax.typeof(x).sharding.spec, x.ndim)
 
 
-def placed(x: Any, axes: Sequence[tuple[str, ...]]) -> Any:
+def placed(x: Any, axes: Sequence[tuple[str, ...]]) -> jax.Array:
     """The array, sharded over these Explicit mesh axes along each of its axes."""
-    if mesh_axes(x) == list(axes):
+    if explicit_axes(x) == list(axes):
         return x
     mesh = jax.typeof(x).sharding.mesh
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*axes)) if mesh.axis_names else P(*axes))
@@ -162,21 +164,25 @@ def _required_placement(
         parts = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if (letter := _first_indivisible(axes, group, parts)) is not None:
             raise ValueError(
-                f"{op}: {letter}={axes.sizes[letter]} cannot be cut into {parts} parts, as the other arrays of this call "
-                f"are over mesh axes {mesh_axes}; use a mesh whose axes divide it, or reshard the arrays without them"
+                f"{op}: {_axis_named(letter)}={axes.sizes[letter]} cannot be cut into {parts} parts, as the other arrays "
+                f"of this call are over mesh axes {mesh_axes}; use a mesh whose axes divide it, or reshard the arrays "
+                f"without them"
             )
     return placement
 
 
 def _where(name: str, letter: str, mesh_axes: tuple[str, ...]) -> str:
-    axis = f"axis {letter or 'of size 1'}"
-    if letter.startswith("tokens"):
-        axis = f"axis {letter.removeprefix('tokens')}"
+    axis = _axis_named(letter) if letter.startswith("tokens") else f"axis {letter or 'of size 1'}"
     return f"{name} is sharded over {axes_named(mesh_axes)} along its {axis}"
 
 
+def _axis_named(letter: str) -> str:
+    """A letter as an error names it. Leading axes have no letter of their own: "axis 0" for "tokens0"."""
+    return f"axis {letter.removeprefix('tokens')}" if letter.startswith("tokens") else letter
+
+
 def _cannot_be_cut(op: str, name: str, letter: str, mesh_axes: tuple[str, ...], allowed: set[str]) -> ValueError:
-    axes = ", ".join(sorted(allowed)) or "no axis"
+    axes = ", ".join(map(_axis_named, sorted(allowed))) or "no axis"
     return ValueError(
         f"{op}: {_where(name, letter, mesh_axes)}, and {op} can be cut along {axes} only; pass "
         f"jax.sharding.reshard({name}, ...) without it, or use jax.shard_map and exchange what the shards need"
@@ -303,6 +309,32 @@ class CallPass(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Partitioned:
+    """A pass that the compiler may cut."""
+
+    key: Hashable
+    """Equal for passes that are the same apart from the values of their arrays."""
+    operands: list[Any]
+    results: list[Any]
+    """The shapes of its results."""
+    rule: Callable[..., tuple[str, dict[str, Any]]]
+    """Shardy's rule for it."""
+    partition: Callable[..., tuple[Any, Callable[..., Any], Any, Any]]
+    """From a mesh and the operands as the compiler has sharded them: the mesh, one device's function, and the shardings
+    of results and operands that it wants."""
+
+
+_partitioner = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def partitioned_by(partitioner: Callable[[Partitioned], Sequence[Any]]) -> Iterator[None]:
+    """Has `partitioner` run every pass that the compiler would ask about, for compilers that cannot."""
+    with _partitioner(partitioner):
+        yield
+
+
 def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> Any:
     """Runs a pass of a call (`one`, core/differentiable.py) so that the compiler can cut it along the axes of the call.
 
@@ -390,13 +422,18 @@ def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> A
         )
 
     # JAX takes no constants here (a mask's block list is one): they are operands, the same on every device.
+    given_operands = [*arrays, *traced.consts]
+    if _partitioner.value is not None:
+        key = one, CallShapes(call), tuple((x.shape, x.dtype) for x in given_operands)
+        return result_tree.unflatten(_partitioner.value(Partitioned(key, given_operands, shapes, rule, partition)))
+
     @custom_partitioning
     def flat(*given: Any) -> tuple[Any, ...]:
         closed = traced.replace(consts=list(given[len(arrays) :]))
         return tuple(jaxpr_as_fun(closed)(*given[: len(arrays)]))
 
     flat.def_partition(partition=partition, sharding_rule=rule)
-    return result_tree.unflatten(flat(*arrays, *traced.consts))
+    return result_tree.unflatten(flat(*given_operands))
 
 
 def _without_refs(traced: Any) -> Any:

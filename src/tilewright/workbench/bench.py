@@ -69,6 +69,7 @@ class Program:
         cotangents: tuple[Any, ...],
         dtype: str,
         mode: Mode,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> "Program":
         """Compiles a JAX function of the case's arrays that returns the case's outputs in order."""
         if mode == "forward+backward":
@@ -77,7 +78,9 @@ class Program:
             jitted = jax.jit(lambda arrays, _: dict(zip(case.outputs, function(**arrays), strict=True)))
         began = time.perf_counter()
         with noting_decisions() as decisions:
-            compiled = jitted.lower(dict(arrays), cotangents).compile()
+            compiled = jitted.lower(dict(arrays), cotangents).compile(
+                dict(compiler_options) if compiler_options else None
+            )
         metrics: Metrics = {"compile_s": time.perf_counter() - began, **_memory(compiled)}
         return Program(case, dtype, mode, compiled, cotangents, metrics, tuple(decisions))
 

@@ -200,6 +200,18 @@ def test_vmap_with_a_cache_and_sinks_for_each_call_is_one_kernel(paged: bool) ->
             np.testing.assert_allclose(one[n], other, rtol=2e-5, atol=2e-6)
 
 
+def test_no_sequences_give_empty_results() -> None:
+    q, k, v = draw(b=0)
+    lengths, table = jnp.zeros((0,), jnp.int32), jnp.zeros((0, 3), jnp.int32)
+    pools = (jnp.ones((6, 16, 2, 16)),) * 2
+    for shape, queries in (((0, 2, 4), q), ((0, 4), q[:, 0])):
+        for got in (
+            decode_attention(queries, k, v, lengths, return_logsumexp=True),
+            paged_attention(queries, *pools, table, lengths, return_logsumexp=True),
+        ):
+            assert [x.shape for x in got] == [(*shape, 16), shape]
+
+
 LENGTHS = jnp.array([40, 17, 2])
 
 

@@ -357,6 +357,15 @@ def test_a_mask_of_the_keys_alone_is_taken_by_every_kernel() -> None:
     assert told.decisions[0].implementation == "pallas_gpu"
 
 
+def test_explain_tells_about_the_gradient_of_a_bias_where_there_is_one() -> None:
+    q, bias = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 128, 128), jnp.float32)
+    with tilewright.target("v6e"):
+        without = tilewright.explain(lambda q: flash_attention(q, q, q), q)
+        given = tilewright.explain(lambda q, bias: flash_attention(q, q, q, bias=bias), q, bias)
+    assert "bias" not in str(without)
+    assert "the gradient of the bias is computed in plain JAX" in str(given)
+
+
 def test_unbatched_and_empty_inputs() -> None:
     q, k, v = draw()
     np.testing.assert_allclose(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
 from tests.ops.contract import OpContract, able_to_run, implementations, over
@@ -122,7 +121,7 @@ def close(got, want, tolerance: float = 2e-6) -> None:
 @every_op
 @pytest.mark.parametrize(
     ("implementation", "split"),
-    [pytest.param("pallas_tpu", 17, marks=pytest.mark.slow), ("xla", 1), ("xla", 17), ("xla", 32)],
+    [("xla", 1), ("xla", 32)],
 )
 def test_two_calls_chained_through_the_state_are_one(op: str, implementation: str, split: int) -> None:
     arrays = draw(op)
@@ -131,49 +130,6 @@ def test_two_calls_chained_through_the_state_are_one(op: str, implementation: st
     second, last = run(op, over_time(arrays, slice(split, None), between), implementation)
     close(jnp.concatenate([first, second], axis=1), o)
     close(last, state)
-
-
-@pytest.mark.slow
-@op_and_fast_implementation
-def test_packed_segments_are_separate_calls(op: str, implementation: str) -> None:
-    """Boundaries anywhere: a segment of one token, one that ends a chunk, one that spans chunks. Gradients too."""
-    arrays, bounds = draw(op, 75), [0, 1, 16, 17, 60, 75]
-    ids = np.zeros((1, 75), np.int32)
-    # The same id may come again later, and is another segment.
-    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-        ids[:, start:end] = number % 2
-    cotangent = jax.random.normal(jax.random.key(7), arrays["v"].shape)
-
-    def packed(arrays):
-        o, state = run(op, arrays, implementation, segment_ids=jnp.asarray(ids))
-        return jnp.sum(o * cotangent) + jnp.sum(state**2), (o, state)
-
-    def separate(arrays):
-        state, outputs = arrays["initial_state"], []
-        for start, end in itertools.pairwise(bounds):
-            o, after = run(op, over_time(arrays, slice(start, end), state), "reference")
-            outputs.append(o)
-            state = jnp.zeros_like(state)
-        o = jnp.concatenate(outputs, axis=1)
-        return jnp.sum(o * cotangent) + jnp.sum(after**2), (o, after)
-
-    gradients, (o, state) = jax.jit(jax.grad(packed, has_aux=True))(arrays)
-    want_gradients, (want_o, want_state) = jax.jit(jax.grad(separate, has_aux=True))(arrays)
-    close(o, want_o)
-    close(state, want_state)
-    for name, gradient in gradients.items():
-        close(gradient, want_gradients[name], 4e-6)
-
-
-@pytest.mark.slow
-@every_op
-@every_implementation
-def test_a_row_does_not_depend_on_the_rest_of_the_batch(op: str, implementation: str) -> None:
-    arrays = draw(op, b=3)
-    o, state = run(op, arrays, implementation)
-    alone_o, alone_state = run(op, {name: array[1:2] for name, array in arrays.items()}, implementation)
-    np.testing.assert_array_equal(o[1:2], alone_o)
-    np.testing.assert_array_equal(state[1:2], alone_state)
 
 
 @every_op
@@ -416,42 +372,6 @@ def test_memory_beyond_the_results_does_not_grow_with_the_states(op: str) -> Non
 
 
 # Under transformations.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("op", "implementation"),
-    [
-        pytest.param("gated_delta_rule", "pallas_tpu", marks=pytest.mark.slow),
-        pytest.param("gated_delta_rule", "xla", marks=pytest.mark.slow),
-        ("kda", "xla"),
-        pytest.param("kda", "pallas_tpu", marks=pytest.mark.slow),
-        pytest.param("delta_rule", "xla", marks=pytest.mark.slow),
-    ],
-)
-def test_sharded_over_batch_and_heads(op: str, implementation: str, cpu_devices) -> None:
-    """Inside `shard_map`, values and gradients are those of the whole."""
-    arrays = draw(op, b=2, h=2, hv=2)
-    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2, devices=cpu_devices[:4])
-    spec = PartitionSpec("b", None, "h")
-    specs = {name: PartitionSpec("b", "h") if name == "initial_state" else spec for name in arrays}
-
-    # Squares: the shards are summed in another order, and a sum of both signs would differ by that alone.
-    def loss(arrays):
-        o, state = run(op, arrays, "xla")
-        return jnp.sum(jnp.sin(o) ** 2) + jnp.sum(jnp.sin(state) ** 2)
-
-    def sharded(arrays):
-        def local(arrays):
-            o, state = run(op, arrays, implementation, plain=False)
-            return jax.lax.psum(jnp.sum(jnp.sin(o) ** 2) + jnp.sum(jnp.sin(state) ** 2), ("b", "h"))
-
-        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(arrays)
-
-    with able_to_run(implementation):
-        got = jax.jit(jax.value_and_grad(sharded))(arrays)
-    want = jax.jit(jax.value_and_grad(loss))(arrays)
-    jax.tree.map(close, got, want)
 
 
 # What is refused.

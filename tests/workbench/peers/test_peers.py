@@ -64,7 +64,7 @@ import sys
 from tilewright.workbench.peers.registry import absent, peers
 absent(tuple(peers().values()), None)
 [adapter.ops for peer in peers().values() for adapter in peer.adapters]
-heavy = {"torch", "triton", "fla", "liger_kernel", "jax.experimental.pallas.ops.gpu.attention_mgpu"}
+heavy = {"torch", "triton", "fla", "liger_kernel", "tokamax", "jax.experimental.pallas.ops.gpu.attention_mgpu"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -81,6 +81,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
         ("torch", "flash_attention", "window_8k", "it takes no window"),
         ("torch", "linear_cross_entropy", "batched", "it takes no z_loss"),
         ("liger", "linear_cross_entropy", "batched", "it takes no weights"),
+        ("tokamax", "matmul", "odd", "it has no matmul; it has grouped_matmul"),
     ],
 )
 def test_what_a_peer_does_not_do_is_told(name: str, op: str, case: str, reason: str) -> None:
@@ -142,6 +143,45 @@ def test_kernels_for_a_gpu_say_that_there_is_none() -> None:
         bench_peer(peers()["jax"], peers()["jax"].adapters[1], wanted, QUICK)
     with tilewright.target("h200"):
         assert peers()["jax"].adapters[1].unavailable() is None
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("grouped_matmul", "swiglu"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("grouped_matmul", "unequal"), ("matmul", "swiglu"), ("matmul", "relu"))
+        ),
+    ],
+)
+def test_jax_itself_agrees_on_products(op: str, case: str) -> None:
+    """An epilogue, groups of unequal sizes, and rows past the last group, with their gradients."""
+    found, peer = find_op(op), peers()["jax"]
+    (adapter,) = (one for one in peer.adapters if one.name == "jax:dot")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        record = bench_peer(peer, adapter, Wanted(found, found.case(case), "bfloat16", "forward+backward"), QUICK)
+    assert record.metrics["agrees"] is True
+    wanted = Wanted(found, found.case("float8_float8"), "bfloat16", "forward")
+    with pytest.raises(Refused, match="it has no product of quantised operands with a scale per block"):
+        bench_peer(peer, adapter, wanted, QUICK)
+
+
+def test_options_of_the_compiler_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {name: value for adapter in ADAPTERS for name, value in adapter.compiler_options.items()}
+    assert set(named) == {"xla_gpu_enable_triton_gemm", "xla_gpu_experimental_use_ragged_dot_fusion"}
+    jax.jit(lambda x: x + 1).lower(1.0).compile(named)  # XLA knows them, on any platform.
+    adapter = Adapter("jax:dot", "tilewright.workbench.peers.with_jax_dot")
+    monkeypatch.setattr(adapter.load(), "COMPILER_OPTIONS", {"xla_no_such_option": True}, raising=False)
+    op = find_op("matmul")
+    with pytest.raises(Failed, match="xla_no_such_option"):
+        bench_peer(peers()["jax"], adapter, Wanted(op, op.case("odd"), "bfloat16", "forward"), QUICK)
+
+
+def test_quantised_arrays_reach_another_process() -> None:
+    op = find_op("matmul")
+    record = bench(made_up("with_numpy"), Wanted(op, op.case("int8"), "bfloat16", "forward"))
+    assert record.metrics["agrees"] is True
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward+backward"])

@@ -19,7 +19,7 @@ OP = register(
     Op(
         name="grouped_matmul",
         family="tilewright.ops.grouped_matmul",
-        implementations=("xla", "reference"),
+        implementations=("pallas_tpu", "pallas_gpu", "xla", "reference"),
     )
 )
 

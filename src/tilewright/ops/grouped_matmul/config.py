@@ -1,6 +1,8 @@
 """Block sizes of grouped products."""
 
 from tilewright.core.config import Config
+from tilewright.pallas.gpu.tile_config import GemmTiles
+from tilewright.pallas.tpu.tile_config import ProductBlocks
 
 
 class _RowBlocks(Config):
@@ -16,3 +18,35 @@ class GroupedMatmulXlaForward(_RowBlocks):
 
 class GroupedMatmulXlaBackward(_RowBlocks):
     """Rows that are multiplied at a time; all of one group."""
+
+
+class GroupedMatmulSm90Forward(GemmTiles):
+    """The tile of y, the order of the tiles, and the split of the registers."""
+
+
+class GroupedMatmulSm90Backward(GemmTiles):
+    """The same for dx and dw."""
+
+
+class GroupedMatmulTpuForward(ProductBlocks):
+    """Rows and columns of a block of y, and the channels that a step contracts."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    tile_m: int
+    """The rows of a block that are multiplied at a time where not all of them belong to one group."""
+
+
+class GroupedMatmulTpuBackward(ProductBlocks):
+    """The blocks of dx [M, K], which contracts N, and of dw [G, K, N], which contracts the rows of a group."""
+
+    block_m_dx: int
+    block_k_dx: int
+    block_n_dx: int
+    tile_m_dx: int
+    block_m_dw: int
+    block_k_dw: int
+    block_n_dw: int
+    tile_m_dw: int
+    """The rows that dw's product takes at a time."""

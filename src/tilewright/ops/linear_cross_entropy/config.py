@@ -9,12 +9,7 @@ import dataclasses
 
 from tilewright.core.chip import LANES, ROW_TILE
 from tilewright.core.config import Config
-
-# Hopper: a wgmma instruction has 64 rows and up to 256 columns; a row of a swizzled tile is 64 of bfloat16.
-_SM90_WIDTH = 64
-_SM90_WIDEST = 256
-_SM90_REGISTERS = 504  # Per thread, of the three warpgroups of a thread block together.
-_SM90_LEAST_REGISTERS, _SM90_MOST_REGISTERS = 24, 240
+from tilewright.pallas.gpu.tile_config import check_tile
 
 
 class _LogitsTile(Config):
@@ -90,28 +85,7 @@ class _Sm90Tiles(Config):
     """Registers per thread of a consumer and of the producer. With 24 the producer spills where loops have odd sizes."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_v, int) or self.block_v % _SM90_WIDTH or not 0 < self.block_v <= _SM90_WIDEST:
-            raise ValueError(
-                f"block_v={self.block_v!r} must be a multiple of {_SM90_WIDTH}, at most {_SM90_WIDEST} (the columns of a "
-                f"wgmma instruction); use {_SM90_WIDEST}, or implementation='xla'"
-            )
-        self.check_integers("stages", least=2, why="a copy runs while the previous step is used", use=4)
-        self.check_integers("band", use=16)
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster={self.cluster!r} must be 1 or 2 (thread blocks that share columns of w); use 2")
-        if self.band % self.cluster:
-            raise ValueError(
-                f"band={self.band} must be a multiple of cluster={self.cluster}; use {self.band + 1}, or cluster=1"
-            )
-        registers = ("consumer_registers", "producer_registers")
-        self.check_integers(*registers, least=_SM90_LEAST_REGISTERS, multiple=8, why="setmaxnreg")
-        total = 2 * self.consumer_registers + self.producer_registers
-        if max(self.consumer_registers, self.producer_registers) > _SM90_MOST_REGISTERS or total > _SM90_REGISTERS:
-            raise ValueError(
-                f"consumer_registers={self.consumer_registers} and producer_registers={self.producer_registers} must be at "
-                f"most {_SM90_MOST_REGISTERS} each, and two consumers and a producer {_SM90_REGISTERS} together "
-                f"({total} here); use 232 and 40"
-            )
+        check_tile(self, "block_v")
 
 
 class LinearCrossEntropySm90Forward(_Sm90Tiles):

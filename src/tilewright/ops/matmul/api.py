@@ -18,7 +18,7 @@ OP = register(
     Op(
         name="matmul",
         family="tilewright.ops.matmul",
-        implementations=("xla", "reference"),
+        implementations=("pallas_tpu", "pallas_gpu", "xla", "reference"),
     )
 )
 

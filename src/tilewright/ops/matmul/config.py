@@ -1,1 +1,35 @@
 """Block sizes of matrix products."""
+
+from tilewright.pallas.gpu.tile_config import GemmTiles
+from tilewright.pallas.tpu.tile_config import ProductBlocks
+
+
+class MatmulSm90Forward(GemmTiles):
+    """The tile of y, the order of the tiles, and the split of the registers."""
+
+
+class MatmulSm90Backward(GemmTiles):
+    """The same for dx and dw."""
+
+
+class MatmulTpuForward(ProductBlocks):
+    """Rows and columns of a block of y, and the channels that a step contracts."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    tile_m: int
+    """The rows of a block whose product is unrolled; a loop takes the others. It bounds the code, not the memory."""
+
+
+class MatmulTpuBackward(ProductBlocks):
+    """The blocks of dx [M, K], which contracts N, and of dw [K, N], which contracts M."""
+
+    block_m_dx: int
+    block_k_dx: int
+    block_n_dx: int
+    tile_m_dx: int
+    block_k_dw: int
+    block_n_dw: int
+    block_m_dw: int
+    tile_k_dw: int

@@ -22,7 +22,8 @@ def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, None
         w = w * jnp.moveaxis(scales, 0, 1)  # [K, P, N]
     z = jnp.einsum("...k,kpn->...pn", x, w, precision=jax.lax.Precision.HIGHEST)
     z = z if call.x_scales is not None else round_gradient(z, call.x.dtype)
-    z = z if call.bias is None else z + call.bias.astype(exact)
+    if call.bias is not None:
+        z = z + jnp.broadcast_to(call.bias.astype(exact), z.shape)
     y = activate(call.activation, tuple(z[..., part, :] for part in range(call.parts)))
     y = y if call.residual is None else y + call.residual.astype(exact)
     return y.astype(jnp.promote_types(call.out_dtype, exact) if exact == jnp.float64 else call.out_dtype), None

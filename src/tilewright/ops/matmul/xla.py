@@ -102,7 +102,7 @@ def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]
     """Saves z where there is an activation."""
     m, _, n = call.sizes
     z = _product(call).reshape(m, call.parts, n)
-    z = z if call.bias is None else z + call.bias.astype(jnp.float32)
+    z = z if call.bias is None else z + call.bias.astype(jnp.float32)[None]
     return finished(call, z), None if call.activation is None else z.astype(saved_dtype(call))
 
 

@@ -27,8 +27,15 @@ epilogue.
 
 Order: see `Banded`. The thread blocks of a cluster have adjacent block rows and the same block column; each copies a
 part of the block of B, which the hardware multicasts to all of them.
+
+Operands may lie transposed in memory (`a_transposed`, `b_transposed`): the tensor cores read either order of 16-bit
+values from shared memory, so a gradient needs no transposed copy. With `parts` = 2 a tile is two tiles of half the
+columns, from B [k, 2, n]: the gates and the values of swiglu, which an epilogue needs at the same place.
+
+A `Gemm` may have its tiles elsewhere than `tiles` says: `main_loop` takes a `Plan` of them, as grouped products have.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,20 +50,23 @@ from tilewright.core.chip import Chip
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.kernel import compiler_params, interpreted, processors, run_kernel, tile
 from tilewright.pallas.gpu.pipeline import Pipeline
+from tilewright.pallas.gpu.registers import transposed
 from tilewright.pallas.gpu.scheduler import Banded
+from tilewright.pallas.gpu.tile_config import GemmTiles
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops
 
-Epilogue = Callable[[Any, Any, Any], Callable[[jax.Array], None]]
-"""(consumer, block row, block column) -> a function of the consumer's part of the tile, float32 [rows, block_n]."""
+Epilogue = Callable[..., Callable[..., None]]
+"""(consumer, block row, block column), or (consumer, *place) of a `Plan` -> a function of the consumer's part of the tile: one float32 array
+[rows, block_n / parts] for each of the parts."""
 
 _CLUSTER = "peer"  # The axis of the thread blocks of a cluster.
-_OPERANDS = 2  # The copies into a stage: a block of A and one of B.
+_ROWS = 64  # Of a wgmma instruction.
 _ROW_BYTES = 128  # A row of a swizzled tile in shared memory.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """A product A [m, k] times B [k, n], and how a kernel on this chip computes it."""
+    """A product A [m, k] times B [k, n], or B [k, parts, n], and how a kernel on this chip computes it."""
 
     chip: Chip
     m: int
@@ -77,6 +87,21 @@ class Gemm:
     """Consumer warpgroups; each has block_m / consumers rows of a tile, a multiple of 64."""
     consumer_registers: int = 232
     producer_registers: int = 40
+    a_transposed: bool = False
+    """Whether A is [k, m] in memory."""
+    b_transposed: bool = False
+    """Whether B is [n, k] in memory."""
+    most_tiles: int | None = None
+    """The tiles that a `Plan` has at most; None for those of `tiles`."""
+    parts: int = 1
+    """The parts of B [k, parts, n]; a tile has block_n / parts columns of each."""
+
+    @staticmethod
+    def of(config: GemmTiles, chip: Chip, *, m: int, n: int, k: int, dtype: Any, **options: Any) -> "Gemm":
+        """The product of these sizes with the tiles of a config."""
+        fields = ("block_m", "block_n", "stages", "band", "cluster", "consumer_registers", "producer_registers")
+        given = {name: getattr(config, name) for name in fields}
+        return Gemm(chip=chip, m=m, n=n, k=k, dtype=dtype, consumers=config.block_m // _ROWS, **given, **options)
 
     @property
     def rows(self) -> int:
@@ -89,9 +114,14 @@ class Gemm:
         return pl.cdiv(self.k, self.block_k)
 
     @property
+    def width(self) -> int:
+        """Columns of each part of a tile."""
+        return self.block_n // self.parts
+
+    @property
     def tiles(self) -> Banded:
         num_m = pl.cdiv(self.m, self.block_m)
-        return Banded(num_m, pl.cdiv(self.n, self.block_n), min(self.band, num_m))
+        return Banded(num_m, pl.cdiv(self.n, self.width), min(self.band, num_m))
 
     @property
     def peers(self) -> int:
@@ -101,17 +131,20 @@ class Gemm:
     @property
     def blocks(self) -> int:
         """Thread blocks: as many as run at once, in whole clusters, or fewer for fewer tiles."""
-        return min(processors(self.chip) // self.peers * self.peers, self.tiles.rows * self.tiles.columns)
+        tiles = self.most_tiles or self.tiles.rows * self.tiles.columns
+        return min(processors(self.chip) // self.peers * self.peers, tiles)
 
     def scratch(self) -> dict[str, Pipeline]:
         """What the kernel's scratch ends with: the pipeline, by that name."""
+        a = (self.block_k, self.block_m) if self.a_transposed else (self.block_m, self.block_k)
+        b = (self.width, self.block_k) if self.b_transposed else (self.block_k, self.width)
         pipeline = Pipeline.scratch(
             self.stages,
             consumers=self.consumers,
-            copies=_OPERANDS,
+            copies=1 + self.parts,
             cluster_axis=_CLUSTER if self.peers > 1 else None,
-            a=tile(self.stages, self.block_m, self.block_k, dtype=self.dtype),
-            b=tile(self.stages, self.block_k, self.block_n, dtype=self.dtype),
+            a=tile(self.stages, *a, dtype=self.dtype),
+            b=tile(self.stages, *([self.parts] if self.parts > 1 else []), *b, dtype=self.dtype),
         )
         return {"pipeline": pipeline}
 
@@ -145,49 +178,83 @@ class Gemm:
             params=compiler_params(automatic_barriers=True),
         )
 
-    def main_loop(
-        self, a_ref: Any, b_ref: Any, pipeline: Pipeline, epilogue: Epilogue, *, first_column: Any = 0
-    ) -> None:
-        """Computes this thread block's tiles. `first_column` is the column of B that the product begins with.
-
-        `epilogue(consumer, i, j)` is called before the tile of block row i and block column j is computed, so that its
-        loads run meanwhile. What it returns takes this consumer's rows of the tile, float32 [rows, block_n].
-        """
-        warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
-        tiles, steps, peers, rows = self.tiles, self.steps, self.peers, self.rows
+    def plan(self, a_ref: Any, b_ref: Any, first_column: Any = 0) -> "Plan":
+        """The tiles of A B in banded order. `first_column` is the column of B that the product begins with."""
+        program, tiles, peers = lax.axis_index("program"), self.tiles, self.peers
         # The thread blocks of a cluster have equally many tiles: the number of all tiles and that of all thread blocks
         # are multiples of the cluster's size.
         count = lax.div(tiles.rows * tiles.columns - 1 - program * peers, jnp.int32(self.blocks)) + 1
 
-        def coordinates(done: Any) -> tuple[Any, Any]:
-            """The tile that this thread block computes after `done` others. Those of a cluster follow each other."""
+        def locate(done: Any) -> tuple[Any, Any]:
+            """Those of a cluster follow each other."""
             if peers == 1:
                 return tiles.coordinates(program + done * self.blocks)
             return tiles.coordinates(program * peers + lax.axis_index(_CLUSTER) + done * self.blocks)
+
+        def sources(step: Any, i: Any, j: Any) -> tuple[Any, list[Any]]:
+            rows, depth = pl.ds(i * self.block_m, self.block_m), pl.ds(step * self.block_k, self.block_k)
+            a = a_ref.at[depth, rows] if self.a_transposed else a_ref.at[rows, depth]
+            columns = pl.ds(first_column + j * self.width, self.width)
+            if self.parts > 1:
+                return a, [b_ref.at[depth, part, columns] for part in range(self.parts)]
+            return a, [b_ref.at[columns, depth] if self.b_transposed else b_ref.at[depth, columns]]
+
+        return Plan(count=count, locate=locate, sources=sources, steps=lambda i, j: self.steps)
+
+    def main_loop(
+        self,
+        a_ref: Any,
+        b_ref: Any,
+        pipeline: Pipeline,
+        epilogue: Epilogue,
+        *,
+        first_column: Any = 0,
+        plan: "Plan | None" = None,
+    ) -> None:
+        """Computes this thread block's tiles: those of `plan`, or of the whole product from `first_column` on.
+
+        `epilogue(consumer, i, j)` is called before the tile of block row i and block column j is computed, so that its
+        loads run meanwhile. What it returns takes this consumer's rows of the tile, float32 [rows, width] per part.
+        """
+        warpgroup, peers, rows = lax.axis_index("warpgroup"), self.peers, self.rows
+        plan = self.plan(a_ref, b_ref, first_column) if plan is None else plan
 
         @pl.when(warpgroup < self.consumers)
         def _consume():
             plgpu.set_max_registers(self.consumer_registers, action="increase")
             own_rows = pl.ds(warpgroup * rows, rows)
 
-            def one_tile(done: Any, carry: tuple[()]) -> tuple[()]:
-                finish = epilogue(warpgroup, *coordinates(done))
-                before = done * steps
+            def one_tile(done: Any, before: Any) -> Any:
+                where = plan.locate(done)
+                finish, steps = epilogue(warpgroup, *where), plan.steps(*where)
 
-                def step(n: Any, sums: tuple[Accumulator, ...]) -> None:
-                    (sum_,) = sums
+                def step(n: Any, sums: tuple[Accumulator, ...], *, prepared: bool = False) -> None:
                     stage = pipeline.wait(before + n)
-                    sum_.add(pipeline.a.at[stage, own_rows], pipeline.b.at[stage])  # [rows, block_n]
+                    if prepared and plan.prepare_last is not None:
+                        plan.prepare_last(n, stage, *where)
+                    a = pipeline.a.at[stage, :, own_rows] if self.a_transposed else pipeline.a.at[stage, own_rows]
+                    for part, sum_ in enumerate(sums):
+                        b = pipeline.b.at[(stage, part) if self.parts > 1 else stage]
+                        # [rows, width]
+                        sum_.add(transposed(a) if self.a_transposed else a, transposed(b) if self.b_transposed else b)
                     # The products of the previous step are done, so its stage is released; those of this step run on.
-                    sum_.wait(1)
+                    sums[0].wait(self.parts)
                     pl.when(n > 0)(lambda: pipeline.release(before + n - 1))
 
-                (product,) = accumulate_in_loops(((rows, self.block_n),), [(0, steps, step)])
-                pipeline.release(before + steps - 1)
-                finish(product)
-                return carry
+                loops: list[Any] = [(0, steps, step)]
+                if plan.prepare_last is not None:
+                    most = jnp.maximum(steps - 1, 0)
+                    loops = [(0, most, step), (most, steps, functools.partial(step, prepared=True))]
+                products = accumulate_in_loops(((rows, self.width),) * self.parts, loops)
+                last = before + steps - 1
+                if isinstance(steps, int):
+                    pipeline.release(last)
+                else:
+                    pl.when(steps > 0)(lambda: pipeline.release(last))
+                finish(*products)
+                return before + steps
 
-            lax.fori_loop(0, count, one_tile, ())
+            lax.fori_loop(0, plan.count, one_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == self.consumers)
@@ -195,24 +262,41 @@ class Gemm:
             plgpu.set_max_registers(self.producer_registers, action="decrease")
             shared = _CLUSTER if peers > 1 else None
 
-            def one_tile(done: Any, carry: tuple[()]) -> tuple[()]:
-                i, j = coordinates(done)
-                a_rows = pl.ds(i * self.block_m, self.block_m)
-                b_columns = pl.ds(first_column + j * self.block_n, self.block_n)
+            def one_tile(done: Any, before: Any) -> Any:
+                where = plan.locate(done)
+                steps = plan.steps(*where)
 
                 def step(n: Any, carry: tuple[()]) -> tuple[()]:
-                    number = done * steps + n
-                    stage, part = pipeline.stage(number), pl.ds(n * self.block_k, self.block_k)
-                    a, b = a_ref.at[a_rows, part], b_ref.at[part, b_columns]
+                    number = before + n
+                    stage = pipeline.stage(number)
+                    a, b = plan.sources(n, *where)
                     pipeline.acquire(number, stage=stage)
                     pipeline.copy(number, [(a, pipeline.a.at[stage])], stage=stage)
-                    pipeline.copy(number, [(b, pipeline.b.at[stage])], stage=stage, collective_axes=shared)
+                    into = [pipeline.b.at[(stage, part) if self.parts > 1 else stage] for part in range(self.parts)]
+                    pipeline.copy(number, zip(b, into, strict=True), stage=stage, collective_axes=shared)
                     return carry
 
-                return lax.fori_loop(0, steps, step, carry)
+                lax.fori_loop(0, steps, step, ())
+                return before + steps
 
-            lax.fori_loop(0, count, one_tile, ())
+            total = lax.fori_loop(0, plan.count, one_tile, jnp.int32(0))
             if peers > 1:
                 # The other thread blocks of the cluster arrive on these barriers, so this one must not end before.
                 for stage in range(self.stages):
-                    pl.when(count * steps > stage)(lambda stage=stage: plgpu.barrier_wait(pipeline.empty.at[stage]))
+                    pl.when(total > stage)(lambda stage=stage: plgpu.barrier_wait(pipeline.empty.at[stage]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The tiles that a thread block computes, as functions of what it has done. What `locate` returns is passed on."""
+
+    count: Any
+    """The number of tiles of this thread block."""
+    locate: Callable[[Any], tuple[Any, ...]]
+    """The place of the tile after so many others."""
+    sources: Callable[..., tuple[Any, list[Any]]]
+    """(step, *place) -> the blocks of A and of each part of B in global memory."""
+    steps: Callable[..., Any]
+    """(*place) -> the steps of the main loop; a number, or a value on the device."""
+    prepare_last: Callable[..., None] | None = None
+    """(step, stage, *place): what a consumer does to the stage of a tile's last step before it multiplies."""

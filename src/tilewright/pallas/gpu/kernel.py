@@ -27,8 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.chip import Chip
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import current_interpret, gpu_interpret_params
+from tilewright.pallas.arrays import padded
 
 _SWIZZLE_BYTES = 128
+_TILE_ROWS = 8
 _BARRIER_BYTES = 8
 _ALIGNMENT = 1024  # Of each buffer in shared memory.
 _REDUCTION_BYTES = 2048  # The default of Pallas (`reduction_scratch_bytes`).
@@ -42,6 +44,46 @@ def interpreted() -> bool:
 def processors(chip: Chip) -> int:
     """Thread blocks of a persistent kernel. The interpreter runs them in turn: two show everything that many would."""
     return 2 if interpreted() else chip.multiprocessors or 1
+
+
+def aligned(array: jax.Array, rows: int = -2) -> jax.Array:
+    """The array with zeros behind it, as copies of swizzled tiles need it: its last axis to 128 bytes, and the axis
+    `rows` to 8.
+    """
+    columns = _SWIZZLE_BYTES // jnp.dtype(array.dtype).itemsize
+    return padded(padded(array, array.ndim - 1, columns), rows % array.ndim, _TILE_ROWS)
+
+
+def aligned_size(rows: int, columns: int, dtype: Any) -> tuple[int, int]:
+    """The rows and columns of an output that is copied from swizzled tiles."""
+    width = _SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    return -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // width) * width
+
+
+def whole(array: jax.Array, *blocks: int) -> jax.Array:
+    """The array as the interpreter needs it: with zeros behind the last axes, to whole blocks.
+
+    On a GPU the copies fill what a block has past the end of an array with zeros, and do not write there.
+    """
+    if interpreted():
+        for axis, block in enumerate(blocks, array.ndim - len(blocks)):
+            array = padded(array, axis, block)
+    return array
+
+
+def with_rows_past_end(array: jax.Array, rows: int) -> jax.Array:
+    """The array as the interpreter needs it where blocks begin at any row: with rows of zeros behind the last one."""
+    if not interpreted():
+        return array
+    return jnp.pad(array, [(0, rows), *[(0, 0)] * (array.ndim - 1)])
+
+
+def whole_shape(shape: tuple[int, ...], *blocks: int) -> tuple[int, ...]:
+    """The shape of an output that a kernel writes in blocks: as `whole` has it."""
+    if not interpreted():
+        return shape
+    outer = len(shape) - len(blocks)
+    return (*shape[:outer], *(-(-size // block) * block for size, block in zip(shape[outer:], blocks, strict=True)))
 
 
 def compiler_params(
@@ -128,7 +170,7 @@ def tile(*shape: int, dtype: Any) -> Any:
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(_SWIZZLE_BYTES, shape[-1] * itemsize)
     transforms = (
-        plgpu.TilingTransform((8, swizzle // itemsize)),  # type: ignore[abstract]
+        plgpu.TilingTransform((_TILE_ROWS, swizzle // itemsize)),  # type: ignore[abstract]
         plgpu.SwizzleTransform(swizzle),  # type: ignore[abstract]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)

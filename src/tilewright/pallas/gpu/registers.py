@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 from tilewright.pallas.gpu.kernel import interpreted
 from tilewright.pallas.gpu.wgmma import Accumulator
@@ -46,9 +48,19 @@ def load_along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False), shape, [1])
 
 
+def load_tile(ref: Any) -> jax.Array:
+    """A tile from global memory in the layout of products, two adjacent columns at a time."""
+    return plgpu.load(ref, layout=WGMMA, optimized=False)
+
+
 def column_indices(shape: tuple[int, int], first: Any) -> jax.Array:
     """The index of each element's column in a tile whose first column is `first`."""
     return first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+
+
+def row_indices(shape: tuple[int, int]) -> jax.Array:
+    """The index of each element's row in a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
 
 
 def upcast(x: jax.Array) -> jax.Array:
@@ -106,6 +118,23 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
     else:
         unoptimized(ref, value, optimized=False)
+
+
+def store_masked(ref: Any, value: jax.Array, mask: jax.Array) -> None:
+    """Stores the elements of a tile for which a mask holds to global memory, two adjacent columns at a time.
+
+    The mask is equal for columns 2 i and 2 i + 1. `ref` has the shape of the tile and may reach past the end of its array
+    where the mask does not hold. Each thread stores by itself: half of the throughput of a copy of a whole tile.
+    """
+
+    def body(ref: Any, value: Any, mask: Any) -> None:
+        places = value.layout.thread_idxs(value.shape)
+        for place, register, keep in zip(places, value.registers.flat, mask.registers.flat, strict=True):
+            first = vector.extract(keep, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+            with mosaic.when(first):
+                vector.store(register, ref, place)
+
+    inline_mosaic(body, ref, value, mask)
 
 
 def inline_mosaic(body: Callable[..., Any], *arguments: Any, out: jax.ShapeDtypeStruct | None = None) -> Any:

@@ -31,7 +31,7 @@ from tilewright.core.target import current_interpret, tpu_interpret_params
 
 _PIPELINE_BUFFERS = 2  # Pallas fetches the next block while this one is used.
 _WORD_BYTES = 4
-_VMEM_SHARE = 0.75  # The compiler needs VMEM for spills and for values that live between passes.
+VMEM_SHARE = 0.75  # The compiler needs VMEM for spills and for values that live between passes.
 
 
 def not_float64(array: Any) -> str | None:
@@ -49,6 +49,7 @@ def block_pass(
     candidates: Callable[[Any, Chip, Any], Iterable[Config]],
     *,
     temporaries: Callable[[Any, Launch], int] = lambda call, launch: 0,
+    unsupported_reason: Callable[[Any, Launch], str | None] = lambda call, launch: not_float64(call.x),
     **options: Any,
 ) -> Pass:
     """A pass of one kernel, `kernel(call, launch)`, whose blocks are chosen by what fits the chip's VMEM.
@@ -63,13 +64,10 @@ def block_pass(
     def heuristic(chip: Chip, call: Any) -> Config:
         chosen = None
         for chosen in candidates(config, chip, call):
-            if memory(call, Launch(chip, chosen, None))[direction] <= _VMEM_SHARE * (chip.vmem_bytes or 0):
+            if memory(call, Launch(chip, chosen, None))[direction] <= VMEM_SHARE * (chip.vmem_bytes or 0):
                 break
         assert chosen is not None
         return chosen
-
-    def unsupported_reason(call: Any, launch: Launch) -> str | None:
-        return not_float64(call.x)
 
     return Pass(run, config, heuristic, unsupported_reason, memory, **options)
 

@@ -8,6 +8,7 @@ A peer (`registry.py`) has one or more adapters, each a module `with_<library>.p
 - `LAYOUTS`: for each op and array, a pair of functions: one converts the array to the layout or dtype that users of the
   library have it in, the other converts its gradient back. They run outside of what is timed.
 - `INSTEAD`: for each op, options that replace the case's, where the library cannot compute exactly the case.
+- `COMPILER_OPTIONS`: options of XLA that it is compiled with, for adapters that run in this process.
 - `DISTRIBUTIONS`: the names of the installed packages whose versions go into a record.
 - `unavailable()`: why it cannot run on this device, for adapters that run in this process.
 
@@ -15,4 +16,6 @@ Peers in JAX run in this process, compiled and timed as ours are. Those in torch
 here, `child.py` there): JAX and torch each keep the GPU memory that they once allocated, so that the second of them would
 have less; a crash of a peer must not end the bench; and the two may be installed in different environments. The process
 runs one case, and nothing runs on the GPU from here in the meantime.
+
+A quantised array of a case has the fields of a `QuantizedArray` (`stored`, `scales`, `dtype`, `layout`) there, too.
 """

@@ -69,7 +69,7 @@ class Wanted:
         self._known: list[tuple[Case, tuple[dict[str, np.ndarray], str]]] = []
 
     @functools.cached_property
-    def arrays(self) -> Mapping[str, jax.Array]:
+    def arrays(self) -> Mapping[str, Any]:
         return self.case.draw(self.dtype)
 
     def cotangents(self, case: Case) -> tuple[jax.Array, ...] | None:
@@ -113,7 +113,7 @@ class Wanted:
         def wide(array: jax.Array) -> jax.Array:
             return array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
-        arrays = {name: wide(array) for name, array in self.arrays.items()}
+        arrays = jax.tree.map(wide, dict(self.arrays))  # Leaf by leaf, where an array is quantised.
         own = self.case.outputs if case.options == self.case.options else case.outputs
         whole = dataclasses.replace(case, outputs=own)
         given = self.cotangents(case)

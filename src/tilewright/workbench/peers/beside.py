@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.core.case import Case
+from tilewright.core.quantized import QuantizedArray
 from tilewright.workbench.bench import Metrics
 from tilewright.workbench.peers.registry import Adapter, Failed, Refused
 
@@ -43,7 +44,7 @@ def ask(
     adapter: Adapter,
     tensors: Path,
     case: Case,
-    arrays: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array | QuantizedArray],
     cotangents: tuple[jax.Array, ...] | None,
     seconds: float,
     python: str | None = None,
@@ -53,8 +54,14 @@ def ask(
     with tempfile.TemporaryDirectory(prefix="tilewright-peer-") as name:
         folder = Path(name)
         dtypes: dict[str, str] = {}
+        quantized: dict[str, dict[str, str]] = {}
 
-        def write(what: str, array: jax.Array) -> str:
+        def write(what: str, array: jax.Array | QuantizedArray) -> str:
+            if isinstance(array, QuantizedArray):
+                quantized[what] = {"dtype": array.dtype, "layout": array.layout}
+                write(f"{what} stored", array.stored)
+                write(f"{what} scales", array.scales)
+                return what
             np.save(folder / f"{what}.npy", _bits(array))
             dtypes[what] = array.dtype.name
             return what
@@ -72,6 +79,7 @@ def ask(
             else [write(f"cotangent {each}", array) for each, array in zip(case.outputs, cotangents, strict=True)],
             "seconds": seconds,
             "dtypes": dtypes,
+            "quantized": quantized,
         }
         (folder / "job.json").write_text(json.dumps(job))
         try:
@@ -100,6 +108,8 @@ def ask(
 def _bits(array: jax.Array) -> np.ndarray:
     """The array, or its bits where numpy files do not support its dtype."""
     host = np.asarray(array)
+    if array.dtype.name.startswith("float8"):
+        return host.view(np.uint8)
     return host.view(np.uint16) if array.dtype == jnp.bfloat16 else host
 
 

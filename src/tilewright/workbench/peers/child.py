@@ -50,6 +50,8 @@ def run(folder: Path) -> dict[str, Any]:
     layouts = getattr(adapter, "LAYOUTS", {}).get(op, {})
 
     def read(name: str) -> Any:
+        if name in job["quantized"]:
+            return tensors.quantized(read(f"{name} stored"), read(f"{name} scales"), **job["quantized"][name])
         return tensors.load(np.load(folder / f"{name}.npy"), job["dtypes"][name])
 
     arrays = {name: read(name) for name in job["arrays"]}

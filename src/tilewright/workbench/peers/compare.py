@@ -64,7 +64,7 @@ def _inside(adapter: Adapter, theirs: Case, wanted: Wanted, timing: Timing) -> _
         if cotangents:
             outputs = jax.eval_shape(function, **arrays)
             cotangents = tuple(each.astype(out.dtype) for each, out in zip(cotangents, outputs, strict=True))
-        program = Program.of(function, theirs, arrays, cotangents, wanted.dtype, wanted.mode)
+        program = Program.of(function, theirs, arrays, cotangents, wanted.dtype, wanted.mode, adapter.compiler_options)
         measured = program.time(arrays, cotangents, timing)
     except Exception as error:  # Whatever a peer raises is its answer.
         raise (Refused if isinstance(error, NotImplementedError) else Failed)(one_line(error)) from error

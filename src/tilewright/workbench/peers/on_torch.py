@@ -1,7 +1,7 @@
 """Arrays, gradients and memory in torch, for `child.py`. It does not import tilewright, which may not be installed."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
@@ -14,8 +14,22 @@ def check() -> None:
         raise NotImplementedError(f"torch {torch.__version__} sees no CUDA device, and it is compared on a GPU only")
 
 
+class Quantized(NamedTuple):
+    """A quantised array, as tilewright's `QuantizedArray`."""
+
+    stored: Any
+    scales: Any
+    dtype: str
+    layout: str
+
+
+quantized = Quantized
+
+
 def load(array: np.ndarray, dtype: str) -> Any:
-    """A tensor on the GPU. numpy has no bfloat16, so such an array is passed as its bits."""
+    """A tensor on the GPU. numpy has no bfloat16 and no float8, so such an array is passed as its bits."""
+    if dtype.startswith("float8"):
+        return torch.from_numpy(array).view(getattr(torch, dtype)).cuda()
     if dtype == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).cuda()
     return torch.from_numpy(array).cuda()
@@ -66,7 +80,8 @@ def memory(run: Callable[[], Any], held: list[Any]) -> dict[str, int]:
     outputs, gradients = run()
     torch.cuda.synchronize()
     made = torch.cuda.max_memory_allocated() - before
-    arguments = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    tensors = [each for tensor in held for each in (tensor[:2] if isinstance(tensor, tuple) else (tensor,))]
+    arguments = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     results = sum(tensor.numel() * tensor.element_size() for tensor in (*outputs, *gradients))
     return {"temp_bytes": max(made - results, 0), "peak_bytes": made + arguments}
 

@@ -52,6 +52,10 @@ class Adapter:
     def instead(self, op: str) -> Mapping[str, Any]:
         return getattr(self.load(), "INSTEAD", {}).get(op, {})
 
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        return getattr(self.load(), "COMPILER_OPTIONS", {})
+
     def settle(self, case: Case) -> Case:
         """The case as this adapter runs it, with its outputs and options. Raises `Refused` where it does not take it."""
         function = self.ops.get(case.op)
@@ -97,13 +101,22 @@ def peers() -> Mapping[str, Peer]:
     return dict(_registry)
 
 
+_OF_JAX = {
+    "jax": "with_jax_nn",
+    "jax:mosaic_gpu": "with_jax_mosaic_gpu",
+    "jax:dot": "with_jax_dot",
+    "jax:ragged_dot_fusion": "with_jax_ragged_dot_fusion",
+}
+_OF_TOKAMAX = {"tokamax:triton": "with_tokamax_triton", "tokamax:mosaic": "with_tokamax_mosaic"}
 # Name, package, what installs it, its adapters by their names, and whether it runs in torch.
 for _name, _package, _install, _adapters, _in_torch in (
     ("fla", "fla", "pip install flash-linear-attention torch", {"fla": "with_fla"}, True),
     ("cudnn", "jax", "pip install 'jax[cuda13]'", {"cudnn": "with_cudnn"}, False),
-    ("jax", "jax", "pip install jax", {"jax": "with_jax_nn", "jax:mosaic_gpu": "with_jax_mosaic_gpu"}, False),
+    ("jax", "jax", "pip install jax", _OF_JAX, False),
     ("torch", "torch", "pip install torch", {"torch": "with_torch"}, True),
     ("liger", "liger_kernel", "pip install liger-kernel torch", {"liger": "with_liger"}, True),
+    ("cublas", "jax", "pip install 'jax[cuda13]'", {"cublas": "with_cublas"}, False),
+    ("tokamax", "tokamax", "pip install tokamax", _OF_TOKAMAX, False),
 ):
     _those = tuple(Adapter(name, f"{__package__}.{stem}") for name, stem in _adapters.items())
     register(Peer(_name, _package, _install, _those, tensors=_TORCH if _in_torch else None))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.numerics import accumulator
 from tilewright.ops.attention.decode.call import DecodeCall, PagedCall
 
 _MOST_QUERIES = 64
@@ -157,21 +158,25 @@ def _attend(
     if not np.can_cast(lengths.dtype, np.int32):
         # A length that does not fit into 32 bits is out of range, and has to stay so.
         lengths = jnp.where((lengths >= 0) & (lengths <= room), lengths.astype(jnp.int32), -1)
-    call = kind(
-        **arrays | {"q": q, "lengths": lengths.astype(jnp.int32), "sinks": sinks},
-        window=None if window is None else int(window),
-        scale=float(d**-0.5 if scale is None else scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
-    )
-    out, logsumexp = op.run(call, implementation=implementation, config=config)
+    if q.shape[0] == 0:  # There are no sequences.
+        out = jnp.zeros((*q.shape[:3], arrays["v"].shape[3]), q.dtype)
+        logsumexp = jnp.zeros(q.shape[:3], accumulator(q.dtype))
+    else:
+        call = kind(
+            **arrays | {"q": q, "lengths": lengths.astype(jnp.int32), "sinks": sinks},
+            window=None if window is None else int(window),
+            scale=float(d**-0.5 if scale is None else scale),
+            soft_cap=None if soft_cap is None else float(soft_cap),
+        )
+        out, logsumexp = op.run(call, implementation=implementation, config=config)
     return (out[:, 0], logsumexp[:, 0]) if one_token else (out, logsumexp)
 
 
 def _queries(q: Any) -> jax.Array:
     q = jnp.asarray(q)
-    if q.ndim not in (3, 4) or q.dtype.name not in FLOATING or 0 in q.shape:
+    if q.ndim not in (3, 4) or q.dtype.name not in FLOATING or 0 in q.shape[1:]:
         raise ValueError(
-            f"q is {shown(q)}; it must be [B, T, H, D] or [B, H, D] of float32 or bfloat16, with no axis of 0"
+            f"q is {shown(q)}; it must be [B, T, H, D] or [B, H, D] of float32 or bfloat16, with no axis of 0 but B"
         )
     return q
 

@@ -264,5 +264,5 @@ BACKWARD = Pass(
     unsupported_reason=lambda call, launch: Plan(call, launch.config).misfit(),
     memory=lambda call, launch: {"backward": _vmem_bytes(Plan(call, launch.config))},
     memory_fields="a smaller chunk_k, block_q or block_k",
-    note="the gradient of a bias is computed in plain JAX, as by xla",
+    note=lambda call: "" if call.bias is None else "the gradient of the bias is computed in plain JAX, as by xla",
 )

@@ -1,0 +1,398 @@
+"""`grouped_matmul` on Hopper, forward and both gradients, of bfloat16 operands.
+
+    y_m = activation(x_m w_g)        dx_m = dz_m w_g^T        dw_g = sum over rows m of g of x_m^T dz_m
+
+Floor: 2 M K N FLOPs per product and part; x and every w_g read once, y written once. Here: the FLOPs of M + G block_m / 2
+rows in the mean, since the last tile of a group is not full.
+
+Blocking: the main loop of pallas/gpu/gemm.py with tiles that XLA lists from the sizes of the groups (`_row_tiles`): a tile
+begins where its group or the tile before it ends, so no tile has rows of two groups to compute. It is summed over K as
+any other; its rows past the end of the group are rows of the next one, and are not stored. A full tile is copied through
+shared memory; each thread stores its own values of the others (`store_first_rows`). Rows past the last group are tiles
+with no steps, which store zeros.
+
+dw has one tile [128, block_n] of [K, N] at a time for each group, and as many steps as the group has blocks of 64 rows,
+counted on the device. In the last one, rows past the end of the group are set to zero in shared memory, in both operands:
+a zero times another group's infinity would not be zero. Groups without rows store zeros.
+
+All sums are in one order: the same bits in every run.
+
+Quantised weights are dequantised by XLA to bfloat16 first, which rounds each of them once.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.core.activation import activate
+from tilewright.core.chip import Chip
+from tilewright.core.implementation import Launch, Pass
+from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
+from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
+from tilewright.ops.grouped_matmul.xla import d_product, dequantized_weights
+from tilewright.pallas.gpu.gemm import Gemm, Plan
+from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape, with_rows_past_end
+from tilewright.pallas.gpu.pipeline import Pipeline
+from tilewright.pallas.gpu.registers import WGMMA, row_indices
+from tilewright.pallas.gpu.scheduler import divmod_nonnegative
+from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store_first_rows
+from tilewright.pallas.gpu.wgmma import not_bfloat16
+
+_BLOCK_N, _STAGES, _BAND = 256, 4, 16
+# What the kernel reads of a tile's rows: their group, the first of them, and the end of the group.
+_GROUP, _START, _END = range(3)
+
+
+def _row_tiles(starts: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array]:
+    """The rows of tiles: int32 [3, tiles] (`_GROUP`, `_START`, `_END`), and their number, [1].
+
+    Rows past the last group are a group G of their own. There are at most m // block_m + G + 1 tiles.
+    """
+    groups = starts.shape[0] - 1
+    bounds = jnp.concatenate([starts, jnp.full((1,), m, jnp.int32)])  # [G + 2]
+    counts = (bounds[1:] - bounds[:-1] + block_m - 1) // block_m  # [G + 1]
+    ends = jnp.cumsum(counts).astype(jnp.int32)
+    number = jnp.arange(m // block_m + groups + 1, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), groups)
+    start = bounds[group] + (number - (ends - counts)[group]) * block_m
+    return jnp.stack([group, start, bounds[group + 1]]), ends[-1:]
+
+
+def _rows_kernel(
+    *,
+    # inputs
+    x_ref,  # [M, K]
+    w_ref,  # [G, K, n], [G, K, parts, n], or [G, n, K]
+    tiles_ref,  # [3, tiles]
+    count_ref,  # [1]
+    poison_ref,  # [1]
+    # outputs
+    y_ref,  # [M, n]
+    z_ref,  # [M, parts, n]
+    # scratch
+    y_smem,  # [consumers, BUFFERS, rows, WIDTH]
+    z_smem,  # [consumers, BUFFERS, rows, WIDTH]
+    pipeline: Pipeline,
+    # static
+    gemm: Gemm,
+    groups: int,
+    activation: str | None,
+):
+    """y, and dx: each tile has rows of one group."""
+    columns = pl.cdiv(gemm.n, gemm.width)
+    program, count = lax.axis_index("program"), count_ref[0]
+    bad = None if poison_ref is None else poison_ref[0]
+
+    def locate(done: Any) -> tuple[Any, ...]:
+        number = program + done * gemm.blocks
+        # Bands of row tiles go through all columns, as in `Banded`; the last band may have fewer.
+        which, rest = divmod_nonnegative(number, gemm.band * columns)
+        first = which * gemm.band
+        height = jnp.minimum(count - first, gemm.band)
+        row, column = first + lax.rem(rest, height), lax.div(rest, height)
+        return tiles_ref[_GROUP, row], tiles_ref[_START, row], tiles_ref[_END, row], column
+
+    def sources(step: Any, group: Any, start: Any, end: Any, column: Any) -> tuple[Any, list[Any]]:
+        depth, own = pl.ds(step * gemm.block_k, gemm.block_k), pl.ds(column * gemm.width, gemm.width)
+        a = x_ref.at[pl.ds(start, gemm.block_m), depth]
+        if gemm.parts > 1:
+            return a, [w_ref.at[group, depth, part, own] for part in range(gemm.parts)]
+        return a, [w_ref.at[group, own, depth] if gemm.b_transposed else w_ref.at[group, depth, own]]
+
+    def epilogue(consumer: Any, group: Any, start: Any, end: Any, column: Any) -> Any:
+        first_row = start + consumer * gemm.rows
+        valid = jnp.clip(end - first_row, 0, gemm.rows)
+        rows = pl.ds(first_row, gemm.rows)
+
+        def parts_of(products: tuple[jax.Array, ...], begin: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            z = tuple(product[:, begin : begin + WIDTH] for product in products)
+            y = activate(activation, z)
+            return y if bad is None else y + bad, z
+
+        def store_all(products: tuple[jax.Array, ...]) -> None:
+            staging = Staging(y=y_smem.at[consumer], z=None if z_ref is None else z_smem.at[consumer])
+            for begin in range(0, gemm.width, WIDTH):
+                y, z = parts_of(products, begin)
+                at = pl.ds(column * gemm.width + begin, WIDTH)
+                if z_ref is not None:
+                    for part, each in enumerate(z):
+                        staging.store(each, z_ref.at[rows, part, at], "z")
+                staging.store(y, y_ref.at[rows, at], "y")
+            staging.end()
+
+        def store_some(products: tuple[jax.Array, ...]) -> None:
+            for begin in range(0, gemm.width, WIDTH):
+                y, z = parts_of(products, begin)
+                at = column * gemm.width + begin
+                if z_ref is not None:
+                    for part, each in enumerate(z):
+                        store_first_rows(each, z_ref.at[:, part], first_row, at, valid)
+                store_first_rows(y, y_ref, first_row, at, valid)
+
+        def finish(*products: jax.Array) -> None:
+            pl.when(valid == gemm.rows)(lambda: store_all(products))
+            pl.when((valid > 0) & (valid < gemm.rows))(lambda: store_some(products))
+
+        return finish
+
+    total = count * columns
+    plan = Plan(
+        count=lax.div(total - program + gemm.blocks - 1, jnp.int32(gemm.blocks)),
+        locate=locate,
+        sources=sources,
+        steps=lambda group, start, end, column: jnp.where(group < groups, gemm.steps, 0),
+    )
+    gemm.main_loop(x_ref, w_ref, pipeline, epilogue, plan=plan)
+
+
+def _dw_kernel(
+    *,
+    # inputs
+    x_ref,  # [M, K]
+    dz_ref,  # [M, columns]
+    starts_ref,  # [G + 1]
+    # outputs
+    dw_ref,  # [G, K, columns]
+    # scratch
+    dw_smem,  # [consumers, BUFFERS, rows, WIDTH]
+    cleared,  # a barrier of the consumers
+    pipeline: Pipeline,
+    # static
+    gemm: Gemm,
+    groups: int,
+):
+    """dw: each tile is of one group, and is summed over its rows."""
+    num_k, num_n = pl.cdiv(gemm.m, gemm.block_m), pl.cdiv(gemm.n, gemm.block_n)
+    program, consumer = lax.axis_index("program"), lax.axis_index("warpgroup")
+
+    def locate(done: Any) -> tuple[Any, ...]:
+        group, rest = divmod_nonnegative(program + done * gemm.blocks, num_k * num_n)
+        column, row = divmod_nonnegative(rest, num_k)
+        return starts_ref[group], starts_ref[group + 1], group, row, column
+
+    def steps(start: Any, end: Any, *_: Any) -> Any:
+        return lax.div(end - start + gemm.block_k - 1, jnp.int32(gemm.block_k))
+
+    def sources(step: Any, start: Any, end: Any, group: Any, row: Any, column: Any) -> tuple[Any, list[Any]]:
+        depth = pl.ds(start + step * gemm.block_k, gemm.block_k)
+        a = x_ref.at[depth, pl.ds(row * gemm.block_m, gemm.block_m)]
+        return a, [dz_ref.at[depth, pl.ds(column * gemm.block_n, gemm.block_n)]]
+
+    def clear(step: Any, stage: Any, start: Any, end: Any, *_: Any) -> None:
+        """Zeros for rows past the end of the group: each consumer in its own columns of both operands."""
+        valid = end - start - step * gemm.block_k
+
+        def clear_columns(buffer: Any, columns: int) -> None:
+            for begin in range(0, columns, WIDTH):
+                part = buffer.at[stage, :, pl.ds(consumer * columns + begin, WIDTH)]  # [block_k, WIDTH]
+                inside = row_indices((gemm.block_k, WIDTH)) < valid
+                value = plgpu.load(part, layout=WGMMA)
+                part[...] = jnp.where(inside, value, jnp.zeros_like(value))
+
+        def clear_stage() -> None:
+            clear_columns(pipeline.a, gemm.block_m // gemm.consumers)
+            clear_columns(pipeline.b, gemm.block_n // gemm.consumers)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
+
+        pl.when(valid < gemm.block_k)(clear_stage)
+
+    def epilogue(consumer: Any, start: Any, end: Any, group: Any, row: Any, column: Any) -> Any:
+        rows = pl.ds((row * gemm.consumers + consumer) * gemm.rows, gemm.rows)
+
+        def finish(product: jax.Array) -> None:
+            staging = Staging(dw=dw_smem.at[consumer])
+            for begin in range(0, gemm.block_n, WIDTH):
+                at = pl.ds(column * gemm.block_n + begin, WIDTH)
+                staging.store(product[:, begin : begin + WIDTH], dw_ref.at[group, rows, at], "dw")
+            staging.end()
+
+        return finish
+
+    plan = Plan(
+        count=lax.div(groups * num_k * num_n - program + gemm.blocks - 1, jnp.int32(gemm.blocks)),
+        locate=locate,
+        sources=sources,
+        steps=steps,
+        prepare_last=clear,
+    )
+    gemm.main_loop(x_ref, dz_ref, pipeline, epilogue, plan=plan)
+
+
+def _scratch(gemm: Gemm, **dtypes: Any) -> dict[str, Any]:
+    """Staging buffers by name."""
+    return {
+        f"{name}_smem": None if dtype is None else staging_scratch(gemm.consumers, gemm.rows, dtype)
+        for name, dtype in dtypes.items()
+    }
+
+
+def _multiply_rows(
+    gemm: Gemm,
+    x: jax.Array,
+    w: jax.Array,
+    starts: jax.Array,
+    out_dtype: Any,
+    *,
+    name: str,
+    activation: str | None = None,
+    bad: jax.Array | None = None,
+    z_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """y [M, n], and z [M, parts, n] where `z_dtype` is given."""
+    (m, n), depth, rows, columns = (gemm.m, gemm.n), gemm.block_k, gemm.block_m, gemm.width
+    tiles, count = _row_tiles(starts, m, rows)
+    x = with_rows_past_end(whole(aligned(x), depth), rows)
+    if gemm.parts > 1:
+        w = whole(aligned(w, rows=1), depth, 1, columns)
+    else:
+        w = whole(aligned(w), *((columns, depth) if gemm.b_transposed else (depth, columns)))
+    m_out, n_out = aligned_size(m, n, jnp.bfloat16)
+    outputs = gemm.run(
+        functools.partial(_rows_kernel, gemm=gemm, groups=starts.shape[0] - 1, activation=activation),
+        name=name,
+        inputs={
+            "x": x,
+            "w": w,
+            "tiles": tiles,
+            "count": count,
+            "poison": None if bad is None else bad.reshape(1),
+        },
+        outputs={
+            "y": jax.ShapeDtypeStruct(whole_shape((m_out, n_out), 1, columns), out_dtype),
+            "z": None
+            if z_dtype is None
+            else jax.ShapeDtypeStruct(whole_shape((m_out, gemm.parts, n_out), 1, 1, columns), z_dtype),
+        },
+        scratch=_scratch(gemm, y=out_dtype, z=z_dtype),
+    )
+    return outputs["y"][:m, :n], None if z_dtype is None else outputs["z"][:m, :, :n]
+
+
+def _rows_gemm(call: GroupedMatmulCall, launch: Launch, k: int, n: int, **options: Any) -> Gemm:
+    """A product of the rows of x, or of dz, with the matrices of their groups."""
+    groups, m, _, _ = call.sizes
+    config, parts = launch.config, options.get("parts", 1)
+    most = (m // config.block_m + groups + 1) * pl.cdiv(n, config.block_n // parts)
+    return Gemm.of(config, launch.chip, m=m, n=n, k=k, dtype=jnp.bfloat16, most_tiles=most, **options)
+
+
+def _forward_gemm(call: GroupedMatmulCall, launch: Launch) -> Gemm:
+    _, _, k, n = call.sizes
+    return _rows_gemm(call, launch, k, n, parts=call.parts)
+
+
+def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
+    """Saves z where there is an activation."""
+    groups, m, k, n = call.sizes
+    w = dequantized_weights(call, jnp.bfloat16)
+    return _multiply_rows(
+        _forward_gemm(call, launch),
+        call.x,
+        w.reshape(groups, k, call.parts, n) if call.parts > 1 else w,
+        group_starts(call.group_sizes, m),
+        call.out_dtype,
+        name="grouped_matmul_forward",
+        activation=call.activation,
+        bad=poison(call.group_sizes, m),
+        z_dtype=jnp.bfloat16 if save and call.activation is not None else None,
+    )
+
+
+def _gradient_gemms(call: GroupedMatmulCall, launch: Launch) -> tuple[Gemm, Gemm]:
+    """dx = dz w^T, and dw = x^T dz of each group."""
+    groups, m, k, n = call.sizes
+    config, columns = launch.config, call.parts * n
+    most = groups * pl.cdiv(k, config.block_m) * pl.cdiv(columns, config.block_n)
+    for_w = Gemm.of(config, launch.chip, m=k, n=columns, k=m, dtype=jnp.bfloat16, a_transposed=True, most_tiles=most)
+    return _rows_gemm(call, launch, columns, k, b_transposed=True), for_w
+
+
+def _dw_scratch(gemm: Gemm) -> dict[str, Any]:
+    return {**_scratch(gemm, dw=jnp.bfloat16), "cleared": plgpu.Barrier(num_arrivals=gemm.consumers)}
+
+
+def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array) -> jax.Array:
+    """dw [G, K, columns]."""
+    groups, k, columns = starts.shape[0] - 1, gemm.m, gemm.n
+    x = with_rows_past_end(whole(aligned(x), gemm.block_m), gemm.block_k)
+    dz = with_rows_past_end(whole(aligned(dz), gemm.block_n), gemm.block_k)
+    shape = whole_shape((groups, *aligned_size(k, columns, jnp.bfloat16)), gemm.block_m, gemm.block_n)
+    dw = gemm.run(
+        functools.partial(_dw_kernel, gemm=gemm, groups=groups),
+        name="grouped_matmul_dw",
+        inputs={"x": x, "dz": dz, "starts": starts},
+        outputs={"dw": jax.ShapeDtypeStruct(shape, jnp.bfloat16)},
+        scratch=_dw_scratch(gemm),
+    )["dw"]
+    return dw[:, :k, :columns]
+
+
+def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
+    dz, starts = d_product(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
+    for_x, for_w = _gradient_gemms(call, launch)
+    w = dequantized_weights(call, jnp.bfloat16)
+    dx, _ = _multiply_rows(for_x, dz, w, starts, jnp.bfloat16, name="grouped_matmul_dx")
+    if call.w_scales is not None:
+        return call.gradients(x=dx)
+    return call.gradients(x=dx, w=_weight_gradient(for_w, call.x, dz, starts).reshape(call.w.shape))
+
+
+def _unsupported_reason(call: GroupedMatmulCall, launch: Launch) -> str | None:
+    return not_bfloat16(call.x, ("x", "w"))
+
+
+def _forward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
+    gemm = _forward_gemm(call, launch)
+    z_dtype = None if call.activation is None else jnp.bfloat16
+    return {"forward": smem_bytes({**_scratch(gemm, y=call.out_dtype, z=z_dtype), **gemm.scratch()})}
+
+
+def _backward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
+    for_x, for_w = _gradient_gemms(call, launch)
+    return {
+        "dx": smem_bytes({**_scratch(for_x, y=jnp.bfloat16), **for_x.scratch()}),
+        "dw": smem_bytes({**_dw_scratch(for_w), **for_w.scratch()}),
+    }
+
+
+def _block_m(call: GroupedMatmulCall) -> int:
+    """Half of a tile is wasted per group, so groups of a few rows have the smaller one."""
+    groups, m, _, _ = call.sizes
+    return 64 if m <= 64 * groups else 128
+
+
+def _heuristic(chip: Chip, call: GroupedMatmulCall) -> GroupedMatmulSm90Forward:
+    """The widest tile, and as many stages as fit beside what is staged."""
+    config = GroupedMatmulSm90Forward(_BLOCK_N, 2, _BAND, block_m=_block_m(call))
+    for stages in range(_STAGES, 1, -1):
+        config = dataclasses.replace(config, stages=stages)
+        if max(_forward_memory(call, Launch(chip, config, None)).values()) <= (chip.smem_bytes or 0):
+            break
+    return config
+
+
+FORWARD = Pass(
+    _forward,
+    config=GroupedMatmulSm90Forward,
+    heuristic=_heuristic,
+    unsupported_reason=_unsupported_reason,
+    memory=_forward_memory,
+    memory_fields="a smaller block_n or stages",
+    saved="M . N",
+)
+BACKWARD = Pass(
+    _backward,
+    config=GroupedMatmulSm90Backward,
+    heuristic=lambda chip, call: GroupedMatmulSm90Backward(_BLOCK_N, _STAGES, _BAND),
+    unsupported_reason=_unsupported_reason,
+    memory=_backward_memory,
+    memory_fields="a smaller block_n or stages",
+)

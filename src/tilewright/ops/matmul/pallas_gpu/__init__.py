@@ -1,0 +1,6 @@
+"""`matmul` on GPUs, one file per architecture."""
+
+from tilewright.core.implementation import Implementation
+from tilewright.ops.matmul.pallas_gpu.sm90 import BACKWARD, FORWARD
+
+IMPLEMENTATION = (Implementation(FORWARD, BACKWARD, architecture=(9, 0), dtypes=("bfloat16",)),)

@@ -1,0 +1,248 @@
+"""`matmul` on Hopper, forward and both gradients, of bfloat16 operands.
+
+    y = activation(x w + bias) + residual        dx = dz w^T        dw = x^T dz
+
+Floor: 2 M K N FLOPs per product and part; x and w read once, y written once. Here: those FLOPs. The operands are read from
+memory about once per band of block rows.
+
+Blocking: the main loop of pallas/gpu/gemm.py, tiles of [128, block_n]. The epilogue adds the bias, applies the activation
+in float32 and stores the tile in parts of 64 columns through two buffers in shared memory. With swiglu a tile has half of
+its columns from the gates and half from the values, so both are in the same registers. Where a gradient will be asked for,
+z = x w + bias is stored beside y.
+
+The gradients are the same kernel without an epilogue: dx reads w, and dw reads x, transposed in shared memory, so neither
+has a transposed copy. dz is computed by XLA from z and dy, one pass over memory.
+
+Edges: no size needs to be whole blocks. Copies fill with zeros past the end of an array and do not write there. Arrays
+must be whole tiles of 8 rows of 128 bytes: an M that is no multiple of 8, or K and N of 64, cost padded copies.
+
+Quantised weights are dequantised by XLA to bfloat16 first, which rounds each of them once: for rows in the hundreds and
+more that is a small part of the time.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from tilewright.core.activation import activate
+from tilewright.core.chip import Chip
+from tilewright.core.implementation import Launch, Pass
+from tilewright.ops.matmul.call import MatmulCall
+from tilewright.ops.matmul.config import MatmulSm90Backward, MatmulSm90Forward
+from tilewright.ops.matmul.xla import d_product, dequantized_weights
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.gemm import Gemm
+from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape
+from tilewright.pallas.gpu.pipeline import Pipeline
+from tilewright.pallas.gpu.registers import load_along_columns, load_tile
+from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch
+from tilewright.pallas.gpu.wgmma import not_bfloat16
+
+_BLOCK_N, _STAGES, _BAND, _CLUSTER = 256, 4, 16, 2
+
+
+def _kernel(
+    *,
+    # inputs
+    a_ref,  # [m, k], or [k, m]
+    b_ref,  # [k, n], [k, parts, n], or [n, k]
+    bias_ref,  # [parts, n] float32, n in whole blocks
+    residual_ref,  # [m, n]
+    # outputs
+    y_ref,  # [m, n]
+    z_ref,  # [m, parts, n]
+    # scratch
+    y_smem,  # [consumers, BUFFERS, rows, WIDTH]
+    z_smem,  # [consumers, BUFFERS, rows, WIDTH]
+    pipeline: Pipeline,
+    # static
+    gemm: Gemm,
+    activation: str | None,
+):
+    shape = (gemm.rows, WIDTH)
+
+    def epilogue(consumer: Any, i: Any, j: Any) -> Any:
+        rows = pl.ds((i * gemm.consumers + consumer) * gemm.rows, gemm.rows)
+
+        def finish(*products: jax.Array) -> None:
+            staging = Staging(y=y_smem.at[consumer], z=None if z_ref is None else z_smem.at[consumer])
+            for start in range(0, gemm.width, WIDTH):
+                columns = pl.ds(j * gemm.width + start, WIDTH)
+                z = tuple(product[:, start : start + WIDTH] for product in products)
+                if bias_ref is not None:
+                    z = tuple(
+                        each + load_along_columns(bias_ref.at[part, columns], shape) for part, each in enumerate(z)
+                    )
+                if z_ref is not None:
+                    for part, each in enumerate(z):
+                        staging.store(each, z_ref.at[rows, part, columns], "z")
+                y = activate(activation, z)
+                if residual_ref is not None:
+                    y = y + load_tile(residual_ref.at[rows, columns]).astype(jnp.float32)
+                staging.store(y, y_ref.at[rows, columns], "y")
+            staging.end()
+
+        return finish
+
+    gemm.main_loop(a_ref, b_ref, pipeline, epilogue)
+
+
+def _scratch(gemm: Gemm, y_dtype: Any, z_dtype: Any) -> dict[str, Any]:
+    def staging(dtype: Any) -> Any:
+        return None if dtype is None else staging_scratch(gemm.consumers, gemm.rows, dtype)
+
+    return {"y_smem": staging(y_dtype), "z_smem": staging(z_dtype)}
+
+
+def _gemm(launch: Launch, m: int, k: int, n: int, **options: Any) -> Gemm:
+    return Gemm.of(launch.config, launch.chip, m=m, n=n, k=k, dtype=jnp.bfloat16, **options)
+
+
+def _multiply(
+    gemm: Gemm,
+    a: jax.Array,
+    b: jax.Array,
+    out_dtype: Any,
+    *,
+    name: str,
+    activation: str | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    z_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """y [m, n], and z [m, parts, n] where `z_dtype` is given."""
+    m, n, width = gemm.m, gemm.n, gemm.width
+    depth, rows, columns = gemm.block_k, gemm.block_m, width
+    a = whole(aligned(a), *((depth, rows) if gemm.a_transposed else (rows, depth)))
+    if gemm.parts > 1:
+        b = whole(aligned(b, rows=0), depth, 1, columns)
+    else:
+        b = whole(aligned(b), *((columns, depth) if gemm.b_transposed else (depth, columns)))
+    m_out, n_out = aligned_size(m, n, jnp.bfloat16)
+    y_shape = whole_shape((m_out, n_out), rows, columns)
+    z_shape = whole_shape((m_out, gemm.parts, n_out), rows, 1, columns)
+    outputs = gemm.run(
+        functools.partial(_kernel, gemm=gemm, activation=activation),
+        name=name,
+        inputs={
+            "a": a,
+            "b": b,
+            "bias": None if bias is None else padded(bias.astype(jnp.float32), 1, width),
+            "residual": None if residual is None else whole(residual, rows, columns),
+        },
+        outputs={
+            "y": jax.ShapeDtypeStruct(y_shape, out_dtype),
+            "z": None if z_dtype is None else jax.ShapeDtypeStruct(z_shape, z_dtype),
+        },
+        scratch=_scratch(gemm, out_dtype, z_dtype),
+    )
+    return outputs["y"][:m, :n], None if z_dtype is None else outputs["z"][:m, :, :n]
+
+
+def _forward_gemm(call: MatmulCall, launch: Launch) -> Gemm:
+    m, k, n = call.sizes
+    return _gemm(launch, m, k, n, parts=call.parts)
+
+
+def _adds_residual(call: MatmulCall, gemm: Gemm) -> bool:
+    """Whether the kernel adds the residual. It loads that without regard for the end of the array."""
+    return call.residual is not None and gemm.m % gemm.block_m == 0 and gemm.n % WIDTH == 0
+
+
+def _kernel_dtype(call: MatmulCall, gemm: Gemm) -> Any:
+    """The dtype of the kernel's y: float32 where a residual is still to be added."""
+    return jnp.dtype(call.out_dtype if call.residual is None or _adds_residual(call, gemm) else jnp.float32)
+
+
+def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
+    """Saves z where there is an activation."""
+    gemm = _forward_gemm(call, launch)
+    w = dequantized_weights(call, jnp.bfloat16)
+    fused = _adds_residual(call, gemm)
+    y, z = _multiply(
+        gemm,
+        call.x,
+        w.reshape(gemm.k, gemm.parts, gemm.n) if gemm.parts > 1 else w,
+        _kernel_dtype(call, gemm),
+        name="matmul_forward",
+        activation=call.activation,
+        bias=call.bias,
+        residual=call.residual if fused else None,
+        z_dtype=jnp.bfloat16 if save and call.activation is not None else None,
+    )
+    if call.residual is not None and not fused:
+        y = (y + call.residual.astype(jnp.float32)).astype(call.out_dtype)
+    return y, z
+
+
+def _gradient_gemms(call: MatmulCall, launch: Launch) -> tuple[Gemm, Gemm]:
+    """The products dx = dz w^T and dw = x^T dz."""
+    m, k, n = call.sizes
+    columns = call.parts * n
+    return _gemm(launch, m, columns, k, b_transposed=True), _gemm(launch, k, m, columns, a_transposed=True)
+
+
+def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> MatmulCall:
+    dz = d_product(call, saved, dy)
+    for_x, for_w = _gradient_gemms(call, launch)
+    rounded = dz.reshape(dz.shape[0], -1).astype(jnp.bfloat16)
+    w = dequantized_weights(call, jnp.bfloat16)
+    gradients: dict[str, Any] = {"x": _multiply(for_x, rounded, w, jnp.bfloat16, name="matmul_dx")[0]}
+    if call.w_scales is None:
+        dw, _ = _multiply(for_w, call.x, rounded, jnp.bfloat16, name="matmul_dw")
+        gradients["w"] = dw.reshape(call.w.shape)
+    if call.bias is not None:
+        gradients["bias"] = jnp.sum(dz, axis=0)
+    if call.residual is not None:
+        gradients["residual"] = dy
+    return call.gradients(**gradients)
+
+
+def _unsupported_reason(call: MatmulCall, launch: Launch) -> str | None:
+    return not_bfloat16(call.x, ("x", "w"))
+
+
+def _forward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
+    gemm = _forward_gemm(call, launch)
+    z_dtype = None if call.activation is None else jnp.bfloat16
+    return {"forward": smem_bytes({**_scratch(gemm, _kernel_dtype(call, gemm), z_dtype), **gemm.scratch()})}
+
+
+def _backward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
+    gemms = dict(zip(("dx", "dw"), _gradient_gemms(call, launch), strict=True))
+    return {name: smem_bytes({**_scratch(gemm, jnp.bfloat16, None), **gemm.scratch()}) for name, gemm in gemms.items()}
+
+
+def _heuristic(chip: Chip, call: MatmulCall) -> MatmulSm90Forward:
+    """The widest tile, and as many stages as fit beside what is staged."""
+    m, _, _ = call.sizes
+    block_m = 64 if m <= 64 else 128
+    config = MatmulSm90Forward(_BLOCK_N, 2, _BAND, block_m=block_m, cluster=_CLUSTER)
+    for stages in range(_STAGES, 1, -1):
+        config = dataclasses.replace(config, stages=stages)
+        if max(_forward_memory(call, Launch(chip, config, None)).values()) <= (chip.smem_bytes or 0):
+            break
+    return config
+
+
+FORWARD = Pass(
+    _forward,
+    config=MatmulSm90Forward,
+    heuristic=_heuristic,
+    unsupported_reason=_unsupported_reason,
+    memory=_forward_memory,
+    memory_fields="a smaller block_n or stages",
+    saved="*tokens . N",
+)
+BACKWARD = Pass(
+    _backward,
+    config=MatmulSm90Backward,
+    heuristic=lambda chip, call: MatmulSm90Backward(_BLOCK_N, _STAGES, _BAND, cluster=_CLUSTER),
+    unsupported_reason=_unsupported_reason,
+    memory=_backward_memory,
+    memory_fields="a smaller block_n or stages",
+)

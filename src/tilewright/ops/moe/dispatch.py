@@ -1,0 +1,108 @@
+"""Rows sorted by expert and back. Values and gradients are gathers and sums in a fixed order.
+
+Nothing here adds with atomics, which on GPUs sum in another order from run to run, and no array has a size of tokens times
+experts. A pair p = n k + j is choice j of token n; `grouped_matmul` takes the pairs sorted by expert.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt
+
+from tilewright.core.numerics import accumulator
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertOrder:
+    """The pairs of token and choice, sorted by expert; those of one expert are in the order of the tokens."""
+
+    order: Any
+    """int32 [N k]: the pair of each sorted row."""
+    inverse: Any
+    """int32 [N, k]: the sorted row of each pair."""
+    group_sizes: Any
+    """int32 [E]: rows per expert. Rows after them belong to none."""
+
+
+def sort_by_expert(experts: Int[Array, "N C"], num_experts: int) -> ExpertOrder:
+    """The order of the pairs. Experts below 0 or from `num_experts` on are none: their pairs are last, in no group."""
+    n, k = experts.shape
+    flat = experts.reshape(n * k)
+    none = (flat < 0) | (flat >= num_experts)
+    # XLA's GPU backend has a radix sort for pairs with unsigned keys only, and narrow keys take it fewer passes.
+    narrow = jnp.uint16 if num_experts < 2**16 else jnp.uint32
+    keys = jnp.where(none, jnp.full_like(flat, num_experts), flat).astype(narrow)
+    index = jax.lax.iota(jnp.int32, n * k)
+    keys, order = jax.lax.sort((keys, index), num_keys=1, is_stable=True)
+    _, inverse = jax.lax.sort((order.astype(jnp.uint32), index), num_keys=1)
+    return ExpertOrder(order, inverse.reshape(n, k), count_sorted(keys, num_experts))
+
+
+def count_sorted(keys: UInt[Array, " M"], num_experts: int) -> Int[Array, " E"]:
+    """The number of times that each of 0, 1, ..., E - 1 occurs in sorted keys."""
+    # Unrolled, the binary search is one fusion; as a loop it would be a kernel per step.
+    edges = jnp.searchsorted(keys, jnp.arange(num_experts + 1, dtype=keys.dtype), method="scan_unrolled")
+    return jnp.diff(edges).astype(jnp.int32)
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """The rows of x at an index that is always in range."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def dispatch(x: Float[Array, "N D"], sorting: ExpertOrder) -> Float[Array, "M D"]:
+    """Each pair's row of x, sorted by expert."""
+    return _rows(x, sorting.order // sorting.inverse.shape[1])
+
+
+def _dispatch_save(x: jax.Array, sorting: ExpertOrder) -> tuple[jax.Array, ExpertOrder]:
+    return dispatch(x, sorting), sorting
+
+
+def _dispatch_pull_back(sorting: ExpertOrder, d_rows: jax.Array) -> tuple[jax.Array, None]:
+    """The sum of the gradients of a token's pairs, in float32."""
+    total = None
+    for choice in range(sorting.inverse.shape[1]):
+        own = _rows(d_rows, sorting.inverse[:, choice]).astype(accumulator(d_rows.dtype))  # [N, D]
+        total = own if total is None else total + own
+    assert total is not None
+    return total.astype(d_rows.dtype), None
+
+
+dispatch.defvjp(_dispatch_save, _dispatch_pull_back)
+
+
+@jax.custom_vjp
+def combine(rows: Float[Array, "M D"], weights: Float[Array, "N C"], sorting: ExpertOrder) -> Float[Array, "N D"]:
+    """The weighted sum of a token's rows, in float32 and in the order of its choices, in the dtype of the rows."""
+    accumulate = accumulator(rows.dtype)
+    total = None
+    for choice in range(weights.shape[1]):
+        own = _rows(rows, sorting.inverse[:, choice]).astype(accumulate)  # [N, D]
+        own = own * weights[:, choice, None].astype(accumulate)
+        total = own if total is None else total + own
+    assert total is not None
+    return total.astype(rows.dtype)
+
+
+def _combine_save(rows: jax.Array, weights: jax.Array, sorting: ExpertOrder) -> tuple[jax.Array, Any]:
+    return combine(rows, weights, sorting), (rows, weights, sorting)
+
+
+def _combine_pull_back(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, sorting = saved
+    k, accumulate = weights.shape[1], accumulator(rows.dtype)
+    of_row = _rows(weights.reshape(-1), sorting.order).astype(accumulate)  # [M]
+    d_rows = _rows(dy, sorting.order // k).astype(accumulate) * of_row[:, None]  # [M, D]
+    wide = dy.astype(accumulate)
+    d_weights = [
+        jnp.sum(_rows(rows, sorting.inverse[:, choice]).astype(accumulate) * wide, axis=1) for choice in range(k)
+    ]
+    return d_rows.astype(rows.dtype), jnp.stack(d_weights, axis=1).astype(weights.dtype), None
+
+
+combine.defvjp(_combine_save, _combine_pull_back)

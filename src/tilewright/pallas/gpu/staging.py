@@ -1,0 +1,73 @@
+"""Stores of tiles to global memory through buffers in shared memory, while the next part is computed.
+
+staging = Staging(y=y_smem.at[consumer])
+for part in range(parts):
+    staging.store(tile, y_ref.at[rows, columns], "y")
+staging.end()
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tilewright.pallas.gpu.kernel import interpreted, tile
+from tilewright.pallas.gpu.registers import column_indices, row_indices, store_masked
+
+BUFFERS = 2
+WIDTH = 64
+"""Columns of a part of a tile that is stored at a time."""
+
+
+def staging_scratch(consumers: int, rows: int, dtype: Any) -> Any:
+    """Scratch for the stores of each consumer warpgroup: [consumers, BUFFERS, rows, WIDTH]."""
+    return tile(consumers, BUFFERS, rows, WIDTH, dtype=dtype)
+
+
+class Staging:
+    """The stores of one tile. Each copies from a buffer that the copy before the previous one has read.
+
+    Tiles of different dtypes have buffers of their own, by name.
+    """
+
+    def __init__(self, **buffers: Any):
+        self._buffers, self._count = buffers, 0
+
+    def store(self, value: jax.Array, destination: Any, name: str) -> None:
+        """Stores a part [rows, WIDTH]. What lies past the end of the array is not written."""
+        staged = self._buffers[name].at[self._count % BUFFERS]
+        self._count += 1
+        plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
+        staged[...] = value.astype(staged.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, destination)
+
+    def end(self) -> None:
+        """After the last part of a tile: the next tile begins with the first buffer."""
+        if self._count % BUFFERS:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def store_first_rows(value: jax.Array, ref: Any, row: Any, column: Any, count: Any) -> None:
+    """Stores the first `count` rows of a tile at `row` and `column` of an array in global memory, and nothing else.
+
+    Rows that belong to another thread block stay as they are, which a copy of the whole tile could not promise. Columns
+    past the end of the array are not written either; their number is even.
+    """
+    (rows, columns), value = value.shape, value.astype(ref.dtype)
+    if not interpreted():
+        mask = (row_indices((rows, columns)) < count) & (column_indices((rows, columns), column) < ref.shape[-1])
+        store_masked(ref.at[pl.ds(row, rows), pl.ds(column, columns)], value, mask)
+        return
+    done, power = jnp.int32(0), 1 << (rows.bit_length() - 1)
+    while power:
+
+        def store_part(done: Any = done, power: int = power) -> None:
+            part = lax.dynamic_slice(value, (done, jnp.int32(0)), (power, columns))
+            ref[pl.ds(row + done, power), pl.ds(column, columns)] = part
+
+        pl.when((count & power) != 0)(store_part)
+        done, power = done + (count & power), power // 2

@@ -1,0 +1,28 @@
+"""Block sizes of products in Mosaic TPU kernels, for the configs of several families."""
+
+import dataclasses
+
+from tilewright.core.chip import LANES, ROW_TILE
+from tilewright.core.config import Config
+
+
+class ProductBlocks(Config):
+    """Base of block sizes. Rows of x are named `block_m*` and `tile_m*`; everything else lies along lanes."""
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        rows = [name for name in names if name.startswith(("block_m", "tile_m"))]
+        plain = "implementation='xla'"
+        self.check_integers(*rows, multiple=ROW_TILE, why="sublanes of a bfloat16 tile", otherwise=plain)
+        lanes = [name for name in names if name not in rows]
+        self.check_integers(*lanes, multiple=LANES, why="TPU lanes", otherwise=plain)
+        for name in names:
+            if name.startswith("tile"):
+                self._check_tile(name, name.replace("tile", "block"))
+
+    def _check_tile(self, name: str, block: str) -> None:
+        tile, size = getattr(self, name), getattr(self, block)
+        if size > tile and size % tile:
+            raise ValueError(
+                f"{block}={size} must be a multiple of {name}={tile}, or at most that; use {-(-size // tile) * tile}"
+            )

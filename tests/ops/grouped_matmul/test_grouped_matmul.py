@@ -1,0 +1,144 @@
+"""grouped_matmul: the contract, and what is its own: sizes of groups, rows outside of them, quantised weights, errors."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ops.contract import OpContract, able_to_run, implementations
+from tilewright import dequantize, grouped_matmul, quantize
+from tilewright.core.dispatch import find_op
+from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
+from tilewright.ops.grouped_matmul.cases import _case
+
+IMPLEMENTATIONS = find_op("grouped_matmul").implementations
+every_implementation = implementations(*IMPLEMENTATIONS)
+
+
+class TestContract(OpContract):
+    op_name = "grouped_matmul"
+    call_type = GroupedMatmulCall
+    batched = False
+    cuts: ClassVar = {"columns": {"N": "y"}}
+    whole_letter = "K"
+    mesh_case = _case("mesh", 3, 40, 64, 128, rest=5, activation="silu")
+    not_taken = frozenset({("pallas_gpu", "float8_float8")})
+
+
+def draw(*shape: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+_JITTED = jax.jit(grouped_matmul)
+
+
+def by_loop(x: Any, w: Any, sizes: Any) -> np.ndarray:
+    """Group by group, in float64."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    y, start = np.zeros((x.shape[0], w.shape[2])), 0
+    for group, size in enumerate(np.asarray(sizes)):
+        y[start : start + size] = x[start : start + size] @ w[group]
+        start += size
+    return y
+
+
+@given(st.lists(st.integers(0, 9), min_size=5, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_sizes_of_groups(sizes: list[int]) -> None:
+    """Empty and unequal groups, and rows past the last one, against a loop over groups."""
+    x, w = draw(45, 8), draw(5, 8, 6, seed=1)
+    got = _JITTED(x, w, jnp.array(sizes))
+    np.testing.assert_allclose(got, by_loop(x, w, sizes), rtol=1e-5, atol=1e-5)
+    assert not np.any(got[sum(sizes) :])
+
+
+def test_agrees_with_ragged_dot() -> None:
+    """An oracle that is not ours, values and gradients."""
+    x, w, sizes, dy = draw(40, 16), draw(4, 16, 12, seed=1), jnp.array([7, 0, 20, 9]), draw(40, 12, seed=2)
+    ours, theirs = (
+        jax.vjp(lambda x, w, product=product: product(x, w, sizes), x, w)
+        for product in (grouped_matmul, jax.lax.ragged_dot)
+    )
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+    for got, want in zip(ours[1](dy), theirs[1](dy), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@implementations(*(name for name in IMPLEMENTATIONS if name != "reference"))
+def test_a_group_never_sees_another_s_rows(implementation: str) -> None:
+    """NaN in every other group, and past the last one: values and gradients of the first group keep their bits."""
+    dtype = "bfloat16" if implementation == "pallas_gpu" else "float32"
+    x, w, dy = draw(90, 64, dtype=dtype), draw(3, 64, 64, dtype=dtype, seed=1), draw(90, 64, dtype=dtype, seed=2)
+    sizes = jnp.array([37, 29, 11])
+
+    @jax.jit
+    def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation=implementation), x, w)
+        return y, *pullback(dy)
+
+    def first(results: Any) -> list[np.ndarray]:
+        y, dx, dw = results
+        return [np.asarray(each, np.float32) for each in (y[:37], dx[:37], dw[0])]
+
+    with able_to_run(implementation, plain=True):
+        clean = first(both(x, w, dy))
+        spoiled = both(x.at[37:].set(jnp.nan), w.at[1:].set(jnp.nan), dy.at[37:].set(jnp.nan))
+    for got, want in zip(first(spoiled), clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not np.any(np.asarray(spoiled[1][77:], np.float32)), "rows past the last group take no gradient"
+
+
+@every_implementation
+def test_sizes_that_sum_past_the_rows_give_nan(implementation: str) -> None:
+    dtype = "bfloat16" if implementation == "pallas_gpu" else "float32"
+    x, w = draw(40, 64, dtype=dtype), draw(2, 64, 64, dtype=dtype, seed=1)
+    run = jax.jit(lambda sizes: grouped_matmul(x, w, sizes, implementation=implementation))
+    with able_to_run(implementation, plain=True):
+        assert np.isnan(np.asarray(run(jnp.array([30, 11])), np.float32)).all()
+        assert np.isnan(np.asarray(run(jnp.array([50, -20])), np.float32)).all()
+        assert np.isfinite(np.asarray(run(jnp.array([30, 10])), np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("block", [None, (16, 8)])
+def test_weight_only(dtype: str, block: Any) -> None:
+    x, w, sizes = draw(30, 32), draw(3, 32, 24, seed=1), jnp.array([10, 3, 15])
+    q = quantize(w, dtype, block=block)
+    got, dx = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(grouped_matmul(x, q, sizes))))(x)
+    want, d_plain = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(grouped_matmul(x, dequantize(q), sizes))))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(dx, d_plain, rtol=1e-4, atol=1e-5)
+
+
+def test_swiglu_takes_gates_and_values_as_an_axis() -> None:
+    x, w, sizes = draw(20, 16), draw(2, 16, 24, seed=1), jnp.array([5, 12])
+    both = grouped_matmul(x, w.reshape(2, 16, 2, 12), sizes, activation="swiglu")
+    np.testing.assert_array_equal(both, grouped_matmul(x, w, sizes, activation="swiglu"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([3, 2])), "group_sizes sum to 5 and x has 4 rows"),
+        (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([3, -1])), r"group_sizes\[1\] is negative"),
+        (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([4])), "has 1 groups and w has 2 matrices"),
+        (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([2.0, 2.0])), r"jnp.bincount\(group_of_row, length=G\)"),
+        (lambda: (draw(4, 8), draw(2, 3, 8), jnp.array([2, 2])), r"pass w.swapaxes\(1, 2\)"),
+        (lambda: (draw(1, 4, 8), draw(2, 8, 3), jnp.array([2, 2])), r"x.reshape\(-1, K\)"),
+        (lambda: (draw(4, 8), draw(2, 8, 3, dtype="bfloat16"), jnp.array([2, 2])), r"pass w.astype\(x.dtype\)"),
+    ],
+)
+def test_bad_input_gets_the_remedy(arguments: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        grouped_matmul(*arguments())
+
+
+@pytest.mark.parametrize("shape", [(0, 8)])
+def test_no_rows(shape: tuple[int, int]) -> None:
+    w = draw(2, 8, 3)
+    assert grouped_matmul(jnp.zeros(shape), w, jnp.zeros(2, jnp.int32)).shape == (0, 3)
+    assert not np.any(jax.grad(lambda w: jnp.sum(grouped_matmul(jnp.zeros(shape), w, jnp.zeros(2, jnp.int32))))(w))

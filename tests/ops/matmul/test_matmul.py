@@ -1,0 +1,229 @@
+"""matmul: the contract, and what is its own: epilogues, dtypes, quantised operands, float8 training, errors."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tilewright
+from tests.ops.contract import OpContract
+from tilewright import QuantizedArray, dequantize, fp8_matmul, matmul, quantize
+from tilewright.ops.matmul.call import MatmulCall
+from tilewright.ops.matmul.cases import _case
+
+
+class TestContract(OpContract):
+    op_name = "matmul"
+    any_leading_axes = True
+    call_type = MatmulCall
+    cuts: ClassVar = {"rows": {"tokens0": "x"}, "columns": {"N": "y"}, "both": {"tokens0": "x", "N": "y"}}
+    whole_letter = "K"
+    mesh_case = _case("mesh", (4, 6), 64, 128, bias=True, residual=True, activation="silu")
+    not_taken = frozenset({("pallas_gpu", "int8_int8"), ("pallas_gpu", "float8_float8")})
+
+
+def draw(*shape: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def relative(got: Any, want: Any) -> float:
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "relu", "swiglu"])
+def test_agrees_with_jax_nn(activation: Any) -> None:
+    """An oracle that is not ours."""
+    x, w, residual = draw(3, 5, 16), draw(16, 24, seed=1), draw(3, 5, 12 if activation == "swiglu" else 24, seed=2)
+    z = jnp.einsum("btk,kn->btn", x, w, precision="highest")
+    if activation == "swiglu":
+        want = jax.nn.silu(z[..., :12]) * z[..., 12:]
+    else:
+        want = z if activation is None else getattr(jax.nn, activation)(z)
+    got = matmul(x, w, activation=activation, residual=residual)
+    np.testing.assert_allclose(got, want + residual, rtol=2e-5, atol=2e-5)
+
+
+def test_swiglu_takes_gates_and_values_as_an_axis() -> None:
+    x, w = draw(7, 16), draw(16, 24, seed=1)
+    both = matmul(x, w.reshape(16, 2, 12), activation="swiglu")
+    np.testing.assert_array_equal(both, matmul(x, w, activation="swiglu"))
+
+
+def test_float32_means_float32() -> None:
+    """Whatever the default precision is."""
+    x, w = draw(64, 256), draw(256, 64, seed=1)
+    with jax.default_matmul_precision("bfloat16"):
+        got = jax.jit(lambda x, w: matmul(x, w))(x, w)
+    assert relative(got, np.asarray(x, np.float64) @ np.asarray(w, np.float64)) < 1e-6
+
+
+def test_out_dtype() -> None:
+    x, w = draw(8, 32, dtype="bfloat16"), draw(32, 16, dtype="bfloat16", seed=1)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    got = matmul(x, w, out_dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    assert relative(got, exact) < 1e-6
+    assert matmul(x, w).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    x, w = jnp.zeros(shape), draw(16, 8)
+    assert matmul(x, w).shape == (*shape[:-1], 8)
+    assert jax.grad(lambda w: jnp.sum(matmul(x, w)))(w).shape == w.shape
+
+
+# Quantised arrays.
+
+BLOCKS = [None, (None, None), (1, None), (None, 1), (16, 8), (1, 16), 8]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.5), ("int4", 0.5), ("float8_e4m3fn", None)])
+def test_quantised_within_half_a_step(dtype: str, bound: float | None, block: Any) -> None:
+    x = draw(3, 32, 48)
+    q = quantize(x, dtype, block=block)
+    assert (q.shape, q.dtype) == (x.shape, dtype)
+    rows, columns = q.block
+    scales = np.repeat(np.repeat(q.scales, rows, axis=1), columns, axis=2)
+    error = np.abs(np.asarray(dequantize(q)) - x)
+    limit = bound * scales if bound else 2.0**-4 * np.abs(x) + 2.0**-10 * scales
+    assert np.all(error <= limit * (1 + 1e-5))
+
+
+def test_quantised_array_is_a_pytree() -> None:
+    """It goes through jit, scan, slicing of its leading axis, donation and a round trip by leaves."""
+    w = draw(3, 32, 16)
+    q = quantize(w, "int4", block=(8, 1))
+    leaves, structure = jax.tree.flatten(q)
+    assert [leaf.shape for leaf in leaves] == [(3, 16, 16), (3, 4, 16)]
+    again = jax.tree.unflatten(structure, [jnp.asarray(np.asarray(leaf)) for leaf in leaves])
+    assert isinstance(again, QuantizedArray)
+    np.testing.assert_array_equal(dequantize(again), dequantize(q))
+    x = draw(5, 32, seed=1)
+    _, scanned = jax.lax.scan(lambda carry, layer: (carry, matmul(x, layer)), None, q)
+    for n in range(3):
+        np.testing.assert_array_equal(scanned[n], matmul(x, jax.tree.map(lambda leaf, n=n: leaf[n], q)))
+
+
+def test_zeros_quantise_to_zeros() -> None:
+    for dtype in ("int8", "float8_e5m2"):
+        assert not np.any(dequantize(quantize(jnp.zeros((4, 8)), dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("block", [None, (None, None), (16, 8), (1, None)])
+def test_weight_only(dtype: str, block: Any) -> None:
+    """The product with quantised weights is the product with the dequantised ones; so is the gradient of x."""
+    x, w = draw(6, 32), draw(32, 24, seed=1)
+    q = quantize(w, dtype, block=block)
+
+    def loss(x: jax.Array, w: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(matmul(x, w, activation="silu")))
+
+    (got, dx), (want, d_plain) = (jax.value_and_grad(loss)(x, each) for each in (q, dequantize(q)))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(dx, d_plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("x_block", "w_block"), [((1, None), None), ((None, None), (None, None)), ((1, 16), (16, 8))])
+def test_both_sides(dtype: str, x_block: Any, w_block: Any) -> None:
+    x, w = quantize(draw(6, 32), dtype, block=x_block), quantize(draw(32, 24, seed=1), dtype, block=w_block)
+    got = matmul(x, w, out_dtype=jnp.float32)
+    assert relative(got, np.asarray(dequantize(x), np.float64) @ np.asarray(dequantize(w), np.float64)) < 1e-6
+    assert matmul(x, w).dtype == jnp.bfloat16
+
+
+def test_fp8_matmul_error_and_straight_through_gradients() -> None:
+    """The errors that its docstring states."""
+    x, w, dy = draw(2, 150, 500), draw(500, 260, seed=1), draw(2, 150, 260, seed=2)
+    y, pullback = jax.vjp(fp8_matmul, x, w)
+    dx, dw = pullback(dy)
+    rows, d_rows = x.reshape(300, 500), dy.reshape(300, 260)
+    assert relative(y.reshape(300, 260), rows @ w) < 0.038
+    assert relative(dx.reshape(300, 500), d_rows @ w.T) < 0.059
+    assert relative(dw, rows.T @ d_rows) < 0.059
+
+
+def test_a_small_model_trains_in_fp8_to_the_same_loss() -> None:
+    """Within 10 % of the loss that float32 reaches, a sixtieth of the first one."""
+    keys = jax.random.split(jax.random.key(3), 5)
+    x = jax.random.normal(keys[0], (256, 128))
+    teacher, start = ([jax.random.normal(key, (128, 128)) / 11.3 for key in pair] for pair in (keys[1:3], keys[3:]))
+    target = jax.nn.silu(x @ teacher[0]) @ teacher[1]
+
+    def loss(weights: list[jax.Array], product: Any) -> jax.Array:
+        hidden = jax.nn.silu(product(x, weights[0]))
+        return jnp.mean(jnp.square(product(hidden, weights[1]) - target))
+
+    def trained(product: Any) -> tuple[float, float]:
+        def step(carry: Any, _: None) -> Any:
+            weights, momentum = carry
+            value, gradient = jax.value_and_grad(loss)(weights, product)
+            momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradient)
+            return (jax.tree.map(lambda w, m: w - m, weights, momentum), momentum), value
+
+        carry = (start, jax.tree.map(jnp.zeros_like, start))
+        (weights, _), losses = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=200))(carry)
+        return float(losses[0]), float(loss(weights, jnp.dot))
+
+    (first, plain), (_, in_fp8) = trained(jnp.dot), trained(fp8_matmul)
+    assert plain < first / 60
+    assert in_fp8 < 1.1 * plain
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (lambda: (draw(4, 8), draw(9, 3)), r"K=8 channels; pass a w with 8 rows"),
+        (lambda: (draw(4, 8), draw(3, 8)), r"it looks transposed: pass w.T"),
+        (lambda: (draw(4, 8), draw(8, 3, dtype="bfloat16")), r"they must be equal: pass w.astype\(x.dtype\)"),
+        (lambda: (jnp.ones((4, 8), jnp.int32), draw(8, 3)), r"float32 or bfloat16: x.astype"),
+        (lambda: (quantize(draw(4, 8), "int4", block=(1, None)), quantize(draw(8, 3), "int8")), "x is int4, and act"),
+        (lambda: (quantize(draw(4, 8), "int8", block=(1, None)), draw(8, 3)), "quantise w too, or pass dequantize"),
+        (
+            lambda: (quantize(draw(4, 8), "int8", block=(2, 8)), quantize(draw(8, 3), "int8")),
+            "must have scales per row",
+        ),
+    ],
+)
+def test_bad_operands_get_the_remedy(arguments: Any, told: str) -> None:
+    x, w = arguments()
+    with pytest.raises(ValueError, match=told):
+        matmul(x, w)
+
+
+def test_bad_epilogues_get_the_remedy() -> None:
+    x, w = draw(4, 8), draw(8, 6)
+    with pytest.raises(ValueError, match=r"activation='tanh' is not an activation; use one of 'silu', 'gelu'"):
+        matmul(x, w, activation="tanh")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"bias is float32\[5\]; it must be \[6\], floating"):
+        matmul(x, w, bias=jnp.zeros(5))
+    with pytest.raises(ValueError, match=r"residual is float32\[4, 5\]; it must be \[4, 6\]"):
+        matmul(x, w, residual=jnp.zeros((4, 5)))
+    with pytest.raises(ValueError, match=r"w has 5 columns; activation='swiglu' takes \[K, 2 N\]"):
+        matmul(x, w[:, :5], activation="swiglu")
+
+
+def test_blocks_that_do_not_divide_get_the_remedy() -> None:
+    with pytest.raises(
+        ValueError, match=r"does not divide the 10 rows of x; pad x to 16 rows, or use block=\(None, 1\)"
+    ):
+        quantize(draw(10, 8), "int8", block=(8, 8))
+    with pytest.raises(ValueError, match=r"dtype='int16' is not a dtype to quantise to; use one of 'int8'"):
+        quantize(draw(10, 8), "int16")
+    with pytest.raises(ValueError, match="its rows must be even"):
+        quantize(draw(9, 8), "int4")
+
+
+def test_a_dtype_that_the_kernel_has_no_unit_for_names_the_way_out() -> None:
+    x, w = quantize(draw(128, 128), "int8", block=(1, None)), quantize(draw(128, 128), "int8")
+    with tilewright.target("h200"), pytest.raises(tilewright.Unsupported, match="implementation='xla'"):
+        jax.eval_shape(lambda: matmul(x, w, implementation="pallas_gpu"))

@@ -100,4 +100,4 @@ def test_the_command_line_without_its_extra_says_how_to_install_it() -> None:
 
 def test_the_command_is_the_entry_module() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"tilewright": "tilewright.cli.entry:main"}
+    assert project["scripts"] == {"tilewright": "tilewright_command:main"}

@@ -170,3 +170,26 @@ class InterruptedAfter:
     def __exit__(self, *error: object) -> None:
         self.inner.__exit__(*error)
         interrupt()
+
+
+def test_ctrl_c_while_jax_is_imported_says_so_without_a_traceback() -> None:
+    code = """
+import sys
+import time
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "jax":
+            print("begun", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+from tilewright_command import main
+main()
+"""
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, "ops"], preexec_fn=heard, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "interrupted\n")

@@ -68,9 +68,15 @@ def test_values_and_gradients_are_those_of_one_device(op: str, mesh) -> None:
 
 def test_an_axis_that_cannot_be_cut_is_refused_with_the_way_out(mesh) -> None:
     x = jax.device_put(draw(B, T, D), NamedSharding(mesh, P(None, None, "model")))
-    told = r"rms_norm: x is sharded over mesh axis 'model' along its axis D, .*tokens.* only; pass jax.sharding.reshard"
+    told = r"rms_norm: x is sharded over mesh axis 'model' along its axis D, .*cut along axis 0, axis 1 only; pass jax"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=told):
         tilewright.rms_norm(x, jnp.ones(D))
+    gate = jax.device_put(draw(B, T, D), NamedSharding(mesh, P("model")))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"gate is sharded over mesh axis 'model' along its axis 0, "),
+    ):
+        tilewright.gated_rms_norm(jax.device_put(gate, P(None, "model")), gate, jnp.ones(D))
 
 
 def test_heads_that_the_mesh_does_not_divide_are_refused(mesh) -> None:

@@ -8,12 +8,14 @@ Estimates are labelled as such: the time of a kernel's schedule if no copy is wa
 chip's bandwidth, whichever is longer. That is a lower bound, not a measurement.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -49,7 +51,8 @@ _POLL_S = 0.2
 _stop = threading.Event()
 """Set while `compile_each` stops its compiles."""
 # Part of the cache key: increase it when the contents of a cached result change.
-_KEPT = 5
+_KEPT = 6
+_COLLECTIVE = re.compile(r"[ )](all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ class CompileReport:
     output_bytes: int | None = None
     temp_bytes: int | None = None
     kernels: tuple[KernelReport, ...] = ()
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The number of each kind of collective in a program for several devices, such as {"all-reduce": 1}. Like the
+    schedules, it is read from what the compiler writes to disk."""
 
     @property
     def floor_us(self) -> float | None:
@@ -147,6 +153,7 @@ class _Answer:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict)
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def compile(
@@ -214,7 +221,7 @@ def compile(
         said = diagnose(answer.error, found, toolchain.libtpu_version)
         return report(ok=False, stage="compile", cause=said.cause, remedy=said.remedy, error=answer.error)
     kernels = _kernel_reports(program.kernels, answer, found)
-    return report(ok=True, stage="done", cached=cached, kernels=kernels, **answer.sizes)
+    return report(ok=True, stage="done", cached=cached, kernels=kernels, collectives=answer.collectives, **answer.sizes)
 
 
 def compile_each(
@@ -329,7 +336,12 @@ def _run(
         if not dumped:
             return _Answer(ok=True, sizes=sizes)
         schedules, unread = _schedules(program.kernels, dumps, chip)
-        return _Answer(ok=True, sizes=sizes, schedules=schedules, unread=unread)
+        return _Answer(ok=True, sizes=sizes, schedules=schedules, unread=unread, collectives=_collectives(dumps))
+
+
+def _collectives(dumps: Path) -> dict[str, int]:
+    programs = (program.read_text(errors="replace") for program in dumps.glob("*-hlo.txt"))
+    return dict(collections.Counter(kind for text in programs for kind in _COLLECTIVE.findall(text)))
 
 
 def _ended(code: int) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from jax._src import source_info_util
 from jax.extend import core
 
+from tilewright.aot.auto_axes import needs_partitioner, partitioned_here
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Unsupported
 from tilewright.core.target import target
@@ -64,20 +65,25 @@ def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """Traces `function` for `chip` and lowers it. Arguments may be arrays or `jax.ShapeDtypeStruct`s."""
     jitted: Any = function if hasattr(function, "trace") and hasattr(function, "lower") else jax.jit(function)
     calls: list[Any] = []
+
+    def export() -> Any:
+        calls[:] = _equations(jitted.trace(*args, **kwargs).jaxpr.jaxpr, "pallas_call")
+        return jax.export.export(jitted, platforms=["tpu"])(*args, **kwargs)
+
     try:
         with target(chip):
-            calls += _equations(jitted.trace(*args, **kwargs).jaxpr.jaxpr, "pallas_call")
+            try:
+                exported = export()
+            except Exception as error:
+                if not needs_partitioner(error):
+                    raise
+                with partitioned_here(jitted, args, kwargs):
+                    exported = export()
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # Index maps are evaluated here.
                 kernels = tuple(_kernel(equation) for equation in calls)
-            exported = jax.export.export(jitted, platforms=["tpu"])(*args, **kwargs)
     except Unsupported as error:
         raise NotTraceable(str(error)) from error
     except Exception as error:
-        if "require devices to be present during lowering" in str(error):
-            raise NotTraceable(
-                "its kernels are partitioned over Auto mesh axes, about which libtpu, in a process of its own, cannot ask; "
-                "use a mesh with AxisType.Explicit axes, or jax.shard_map"
-            ) from error
         raise NotTraceable(f"{_first_line(error)}{_in_kernel(error, calls) or _where(error)}") from error
     return Program(bytes(exported.mlir_module_serialized), kernels, exported.nr_devices)
 

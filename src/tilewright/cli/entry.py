@@ -19,6 +19,7 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:  # Before a verb has begun to work; verbs have their own answer.
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
     except SystemExit as ended:
         if interrupt.seen() and not ended.code:

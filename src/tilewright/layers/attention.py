@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.segments import segment_starts
-from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, norm, project
+from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, norm, placed_state, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.norm.api import rms_norm
-from tilewright.ops.rope.api import apply_rope
+from tilewright.ops.rope.api import Scaling, apply_rope
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +37,7 @@ class AttentionState:
     keys: Leaf  # [B, S, KV, C], rotated
     values: Leaf  # [B, S, KV, C]
     first: Leaf = None  # [B] int32, where the last token's segment starts; None where no segments were given
-    length: Leaf = None  # int32, the number of tokens in a fixed cache; None in a grown cache, which holds S
+    length: Leaf = None  # int32, or [B], the number of tokens in a fixed cache; None in a grown cache, which holds S
 
     def with_capacity(self, capacity: int) -> "AttentionState":
         """Converts a grown cache to a fixed one with room for `capacity` tokens in total."""
@@ -81,6 +82,7 @@ class Attention(Layer[AttentionWeights]):
 
     weights = AttentionWeights
     state = AttentionState
+    quantizable = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj")
 
     d_model: int
     num_heads: int
@@ -89,6 +91,8 @@ class Attention(Layer[AttentionWeights]):
     head_dim: int
     rope_theta: float | None = 10_000.0
     """The base of the RoPE frequencies; None for no RoPE."""
+    rope_scaling: Scaling | None = None
+    """`Linear`, `Llama3` or `Yarn` of tilewright.ops.rope.api, for longer contexts; None for none."""
     rope_fraction: float = 1.0
     """The fraction of a head's channels that RoPE rotates, counted from the first; 0.25 in Qwen3-Next."""
     qk_norm: bool = True
@@ -124,12 +128,12 @@ class Attention(Layer[AttentionWeights]):
         d, queries, values = self.d_model, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = ("q_norm", "k_norm") if self.qk_norm else ()
         return {
-            "q_proj": linear("q_proj", d, queries),
-            "k_proj": linear("k_proj", d, values),
-            "v_proj": linear("v_proj", d, values),
+            "q_proj": linear("q_proj", d, queries, self.num_heads),
+            "k_proj": linear("k_proj", d, values, self.num_kv_heads),
+            "v_proj": linear("v_proj", d, values, self.num_kv_heads),
             "o_proj": linear("o_proj", queries, d),
             **{name: norm(name, self.head_dim, 1.0 - self.norm_offset) for name in norms},
-            **({"gate_proj": linear("q_proj", d, queries)} if self.gated else {}),
+            **({"gate_proj": linear("q_proj", d, queries, self.num_heads)} if self.gated else {}),
         }
 
     def unpacked(self, checkpoint: Tensors) -> dict[str, jax.Array]:
@@ -139,8 +143,24 @@ class Attention(Layer[AttentionWeights]):
         packed = checkpoint.array("q_proj.weight", (self.num_heads, 2, self.head_dim, self.d_model))
         return {name: packed[:, n].reshape(-1, self.d_model).T for n, name in enumerate(("q_proj", "gate_proj"))}
 
-    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> AttentionState:
-        """A fixed cache with room for `capacity` tokens, for activations of `dtype`."""
+    def packed(self, weights: AttentionWeights) -> dict[str, jax.Array]:
+        if not self.gated:
+            return {}
+        parts = [getattr(weights, name).T.reshape(self.num_heads, self.head_dim, -1) for name in self.packed_fields]
+        return {"q_proj.weight": jnp.stack(parts, axis=1).reshape(-1, self.d_model)}
+
+    @property
+    def packed_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("q_proj", "gate_proj") if self.gated else ()
+
+    def initial_state(
+        self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32, like: tuple[Any, Any] | None = None
+    ) -> AttentionState:
+        """A fixed cache with room for `capacity` tokens, for activations of `dtype`.
+
+        `like`: the weights and an x [B, T, D] of the calls to come. The cache then is sharded over Explicit mesh axes as
+        these calls return it, which the carry of `jax.lax.scan` has to be.
+        """
         if capacity is None:
             raise ValueError(
                 "capacity=None: a fixed cache of keys and values needs its number of tokens; pass capacity=..., or begin "
@@ -148,7 +168,8 @@ class Attention(Layer[AttentionWeights]):
             )
         shape = (batch, capacity, self.num_kv_heads, self.head_dim)
         # A buffer each: a state is donated as a whole.
-        return AttentionState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), length=jnp.zeros((), jnp.int32))
+        state = AttentionState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), length=jnp.zeros((), jnp.int32))
+        return placed_state(state, self.apply, like)
 
     def apply(
         self,
@@ -168,23 +189,32 @@ class Attention(Layer[AttentionWeights]):
         """
         self.check_tokens(x)
         self.check_weights(weights)
+        self.check_shardings(weights, x)
         b, t, _ = x.shape
         if state is not None:
             self._check_state(state, x)
         length = 0 if state is None else state.keys.shape[1] if state.length is None else state.length
-        positions = length + jnp.arange(t, dtype=jnp.int32)  # [T]
+        positions = cache_positions(length, t)  # [T], or [B, T]
 
         def heads(w: Any, norm: Any, count: int) -> jax.Array:
-            y = project(x, w).reshape(b, t, count, self.head_dim)
+            y = split_heads(project(x, w), count)
             if self.qk_norm:
-                y = rms_norm(y, norm, eps=self.eps, offset=self.norm_offset)
+                y = rms_norm(y, placed(norm, [()]), eps=self.eps, offset=self.norm_offset)
             if self.rope_theta is None:
                 return y
-            return apply_rope(y, positions, theta=self.rope_theta, rotary_dim=self.rotated)
+            options = {"theta": self.rope_theta, "scaling": self.rope_scaling, "rotary_dim": self.rotated}
+            return apply_rope(y, positions, **options)
 
         q = heads(weights.q_proj, weights.q_norm, self.num_heads)  # [B, T, H, C]
         k = heads(weights.k_proj, weights.k_norm, self.num_kv_heads)  # [B, T, KV, C]
-        v = project(x, weights.v_proj).reshape(k.shape)
+        v = split_heads(project(x, weights.v_proj), self.num_kv_heads)
+        # On Explicit mesh axes, which JAX does not join: the cache is where the new keys are, and the segments where x is.
+        batch = explicit_axes(x)[0]
+        if state is not None:
+            first = None if state.first is None else placed(state.first, [batch])
+            keys, values = placed(state.keys, explicit_axes(k)), placed(state.values, explicit_axes(v))
+            state = replace(state, keys=keys, values=values, first=first)
+        segment_ids = None if segment_ids is None else placed(segment_ids, [batch, ()])
         # The segments of a row, numbered 0, 1, 2, ... in order: an id that occurs again later is another segment.
         runs = None if segment_ids is None else jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
         if state is None or state.length is None:
@@ -193,9 +223,10 @@ class Attention(Layer[AttentionWeights]):
             o, after = _attend_fixed(q, k, v, state, positions, runs, implementation)
         o = o.reshape(b, t, self.num_heads * self.head_dim)
         if self.gated:
-            gate = jax.nn.sigmoid(project(x, weights.gate_proj).astype(accumulator(x.dtype)))
+            gate = placed(project(x, weights.gate_proj), explicit_axes(o))
+            gate = jax.nn.sigmoid(gate.astype(accumulator(x.dtype)))
             o = (o.astype(gate.dtype) * gate).astype(x.dtype)
-        return project(o, weights.o_proj), after
+        return placed(project(o, weights.o_proj), explicit_axes(x)), after
 
     def _check_state(self, state: Any, x: jax.Array) -> None:
         capacity = state.keys.shape[1] if isinstance(state, AttentionState) else 0
@@ -203,7 +234,7 @@ class Attention(Layer[AttentionWeights]):
         self.check_state(state, x, keys=slots, values=slots)
         t = x.shape[1]
         # A traced length is not known here; the outputs of tokens past the end are then NaN.
-        length = 0 if state.length is None or isinstance(state.length, Tracer) else int(state.length)
+        length = 0 if state.length is None or isinstance(state.length, Tracer) else int(jnp.max(state.length))
         if state.length is not None and length + t > capacity:
             raise ValueError(
                 f"state has room for {capacity} tokens, holds {length}, and x has T={t} more; make it larger with "
@@ -211,9 +242,26 @@ class Attention(Layer[AttentionWeights]):
             )
 
 
-def _segment_starts(runs: Int[Array, "B T"], positions: Int[Array, " T"], first: Int[Array, " B"]) -> Int[Array, "B T"]:
+def cache_positions(length: Any, t: int) -> Int[Array, "*rows T"]:
+    """The positions of t tokens behind `length` others: [T], or [B, T] where rows have lengths of their own."""
+    steps = jnp.arange(t, dtype=jnp.int32)
+    return length[:, None] + steps[None] if jnp.ndim(length) == 1 else length + steps
+
+
+def written(cache: Float[Array, "B S *C"], new: Float[Array, "B T *C"], length: Any) -> Float[Array, "B S *C"]:
+    """The cache with new entries behind the `length` that it holds, or behind a length per row."""
+    new = new.astype(cache.dtype)
+    if jnp.ndim(length) == 1:
+        return jax.vmap(lambda row, own, at: jax.lax.dynamic_update_slice_in_dim(row, own, at, 0))(cache, new, length)
+    return jax.lax.dynamic_update_slice_in_dim(cache, new, length, 1)
+
+
+def _segment_starts(
+    runs: Int[Array, "B T"], positions: Int[Array, "*rows T"], first: Int[Array, " B"]
+) -> Int[Array, "B T"]:
     """For each token the position where its segment starts; the first segment started at `first`."""
-    own = jnp.where(segment_starts(runs), jnp.broadcast_to(positions[None], runs.shape), -1)
+    positions = positions if positions.ndim == 2 else positions[None]
+    own = jnp.where(segment_starts(runs), jnp.broadcast_to(positions, runs.shape), -1)
     latest = jax.lax.cummax(own, axis=1)
     return jnp.where(latest < 0, jnp.broadcast_to(first[:, None], runs.shape), latest)
 
@@ -235,8 +283,9 @@ def _attend_grown(
         v = jnp.concatenate([state.values.astype(v.dtype), v], axis=1)
     segments = None
     if runs is not None or first is not None:
-        runs = jnp.zeros((b, t), jnp.int32) if runs is None else runs
-        first = jnp.zeros((b,), jnp.int32) if first is None else first
+        batch = explicit_axes(q)[0]
+        runs = placed(jnp.zeros((b, t), jnp.int32), [batch, ()]) if runs is None else runs
+        first = placed(jnp.zeros((b,), jnp.int32), [batch]) if first is None else first
         # The last segment in the cache continues as the first of this call; the tokens before it are not visible.
         slots = jnp.arange(length, dtype=jnp.int32)
         before = jnp.where(slots[None] >= first[:, None], 0, -1)  # [B, S]
@@ -253,18 +302,17 @@ def _attend_fixed(
     k: Float[Array, "B T KV C"],
     v: Float[Array, "B T KV C"],
     state: AttentionState,
-    positions: Int[Array, " T"],
+    positions: Int[Array, "*rows T"],
     runs: Int[Array, "B T"] | None,
     implementation: ImplementationName | None,
 ) -> tuple[Float[Array, "B T H C"], AttentionState]:
     """Writes the new keys and values behind those in the cache, and attends to the slots that are filled."""
     b, t = q.shape[:2]
-    capacity, dtype = state.keys.shape[1], state.keys.dtype
+    capacity = state.keys.shape[1]
     if t == 0:
         return q, state
-    at = (0, state.length, 0, 0)
-    keys = jax.lax.dynamic_update_slice(state.keys, k.astype(dtype), at)  # [B, S, KV, C]
-    values = jax.lax.dynamic_update_slice(state.values, v.astype(dtype), at)
+    keys = written(state.keys, k, state.length)  # [B, S, KV, C]
+    values = written(state.values, v, state.length)
     length = state.length + t
     after = AttentionState(keys, values, state.first, length)
     keys, values = keys.astype(q.dtype), values.astype(q.dtype)
@@ -273,13 +321,15 @@ def _attend_fixed(
         o = decode_attention(q, keys, values, lengths)
         assert isinstance(o, jax.Array)
     else:
-        first = jnp.zeros((b,), jnp.int32) if state.first is None else state.first
+        first = placed(jnp.zeros((b,), jnp.int32), explicit_axes(q)[:1]) if state.first is None else state.first
         starts = jnp.broadcast_to(first[:, None], (b, t)) if runs is None else _segment_starts(runs, positions, first)
         slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]  # [1, 1, S]
-        seen = (slots >= starts[:, :, None]) & (slots <= positions[None, :, None])  # [B, T, S]
+        last = positions if positions.ndim == 2 else positions[None]  # [B or 1, T]
+        seen = (slots >= starts[:, :, None]) & (slots <= last[:, :, None])  # [B, T, S]
         o = flash_attention(q, keys, values, mask=seen[:, None], implementation=implementation)
         assert isinstance(o, jax.Array)
         if runs is not None or state.first is not None:
             after = replace(after, first=starts[:, -1])
     # dynamic_update_slice clamps the start of a slice that does not fit, which would give wrong outputs: return NaN.
-    return jnp.where(length <= capacity, o, jnp.nan), after
+    fits = jnp.broadcast_to(length <= capacity, (b,))[:, None, None, None]
+    return jnp.where(fits, o, jnp.nan), after

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.core.dispatch import ImplementationName
-from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, project
+from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
 from tilewright.ops.delta_rule.api import LARGEST_WIDTH, SMALLEST_WIDTH
 from tilewright.ops.short_conv.api import MAX_WIDTH, MIN_WIDTH, short_conv, short_conv_step
 
@@ -71,21 +72,33 @@ class DeltaLayer[W](Layer[W]):
 
     def parameters(self) -> dict[str, Parameter]:
         """Those that all delta-rule layers have, with the names of fla's and Kimi Linear's checkpoints."""
-        channels = {"q": self.heads.keys, "k": self.heads.keys, "v": self.heads.values}
+        heads = self.heads
+        keys, values = (heads.keys, heads.key_heads), (heads.values, heads.value_heads)
+        channels = {"q": keys, "k": keys, "v": values}
         return {
-            **{f"{of}_proj": linear(f"{of}_proj", self.d_model, count) for of, count in channels.items()},
-            **{f"{of}_conv": _convolution(f"{of}_conv1d", self.conv_width, count) for of, count in channels.items()},
-            "beta_proj": linear("b_proj", self.d_model, self.heads.value_heads),
-            "norm": norm("o_norm", self.heads.value_dim),
-            "o_proj": linear("o_proj", self.heads.values, self.d_model),
+            **{f"{of}_proj": linear(f"{of}_proj", self.d_model, *count) for of, count in channels.items()},
+            **{
+                f"{of}_conv": _convolution(f"{of}_conv1d", self.conv_width, count)
+                for of, (count, _) in channels.items()
+            },
+            "beta_proj": linear("b_proj", self.d_model, heads.value_heads, heads.value_heads),
+            "norm": norm("o_norm", heads.value_dim),
+            "o_proj": linear("o_proj", heads.values, self.d_model),
         }
 
-    def initial_state(self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32) -> DeltaState:
-        """The state before the first token, for activations of `dtype`. It serves any number of tokens."""
+    def initial_state(
+        self, batch: int, *, capacity: int | None = None, dtype: Any = jnp.float32, like: tuple[Any, Any] | None = None
+    ) -> DeltaState:
+        """The state before the first token, for activations of `dtype`. It serves any number of tokens.
+
+        `like`: the weights and an x [B, T, D] of the calls to come. The state then is sharded over Explicit mesh axes as
+        these calls return it, which the carry of `jax.lax.scan` has to be.
+        """
         del capacity  # For attention layers: a caller need not know which kind of layer it has.
         shapes = self._state_shapes()
         dtypes = {name: jnp.float32 if name == "memory" else dtype for name in shapes}
-        return DeltaState(**{name: jnp.zeros((batch, *shape), dtypes[name]) for name, shape in shapes.items()})
+        zeros = {name: jnp.zeros((batch, *shape), dtypes[name]) for name, shape in shapes.items()}
+        return placed_state(DeltaState(**zeros), self.apply, like)
 
     def _state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the state's fields, without B."""
@@ -111,6 +124,7 @@ class DeltaLayer[W](Layer[W]):
         """
         self.check_tokens(x)
         self.check_weights(weights)
+        self.check_shardings(weights, x)
         if state is None:
             state = DeltaState(None, None, None, None)
         else:
@@ -119,8 +133,8 @@ class DeltaLayer[W](Layer[W]):
         q, q_conv = _convolved(x, weights.q_proj, weights.q_conv, state.q_conv, segment_ids)
         k, k_conv = _convolved(x, weights.k_proj, weights.k_conv, state.k_conv, segment_ids)
         v, v_conv = _convolved(x, weights.v_proj, weights.v_conv, state.v_conv, segment_ids)
-        q, k = (keys.reshape(b, t, heads.key_heads, heads.key_dim) for keys in (q, k))  # [B, T, H, K]
-        inputs = (q, k, v.reshape(b, t, heads.value_heads, heads.value_dim), *self.gates(weights, x))
+        q, k = (split_heads(keys, heads.key_heads) for keys in (q, k))  # [B, T, H, K]
+        inputs = (q, k, split_heads(v, heads.value_heads), *self.gates(weights, x))
         sequence, step = self.op
         if t != 1:
             options = {"segment_ids": segment_ids, "implementation": implementation}
@@ -132,7 +146,7 @@ class DeltaLayer[W](Layer[W]):
             o, memory = step(before, *(array[:, 0] for array in inputs), normalize_qk=True)
             o = o[:, None]
         o = self.normalised(weights, x, o)  # [B, T, HV, V]
-        y = project(o.reshape(b, t, heads.values), weights.o_proj)
+        y = placed(project(o.reshape(b, t, heads.values), weights.o_proj), explicit_axes(x))
         return y, DeltaState(q_conv, k_conv, v_conv, memory)
 
     def check_heads(self, *widths: str) -> None:
@@ -157,12 +171,13 @@ def _convolved(
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B W-1 E"]]:
     """silu(conv(x projection)), and the convolution's state after it. A single token takes the step."""
     y = project(x, projection)
-    filters = filters.astype(y.dtype)
-    conv_state = None if conv_state is None else conv_state.astype(y.dtype)
+    over = explicit_axes(y)
+    filters = placed(filters.astype(y.dtype), [(), over[2]])
+    conv_state = None if conv_state is None else placed(conv_state.astype(y.dtype), over)
     if x.shape[1] != 1:
         return short_conv(y, filters, activation="silu", initial_state=conv_state, segment_ids=segment_ids)
     if conv_state is None:
-        conv_state = jnp.zeros((y.shape[0], filters.shape[0] - 1, y.shape[2]), y.dtype)
+        conv_state = placed(jnp.zeros((y.shape[0], filters.shape[0] - 1, y.shape[2]), y.dtype), over)
     y_t, last = short_conv_step(conv_state, y[:, 0], filters, activation="silu")
     return y_t[:, None], last
 

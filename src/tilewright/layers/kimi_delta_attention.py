@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float
 
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.delta_layer import DeltaLayer, Heads, decay_parameters
-from tilewright.layers.layer import Leaf, Parameter, linear, project
+from tilewright.layers.layer import Leaf, Parameter, linear, project, split_heads
 from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate
 from tilewright.ops.delta_rule.step.api import kda_step
 from tilewright.ops.norm.api import gated_rms_norm
@@ -45,6 +46,8 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
     """
 
     weights = KimiDeltaAttentionWeights
+    quantizable = ("q_proj", "k_proj", "v_proj", "o_proj")
+    packed_fields = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
     op = kda, kda_step
 
     d_model: int
@@ -73,18 +76,28 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         rank = self.head_dim if self.gate_rank is None else self.gate_rank
         return super().parameters() | {
             "decay_down": linear("f_a_proj", d, rank),
-            "decay_up": linear("f_b_proj", rank, channels),
+            "decay_up": linear("f_b_proj", rank, channels, self.num_heads),
             **decay_parameters(self.num_heads, self.head_dim),
             "gate_down": linear("g_a_proj", d, rank),
-            "gate_up": linear("g_b_proj", rank, channels),
+            "gate_up": linear("g_b_proj", rank, channels, self.num_heads),
+        }
+
+    def packed(self, weights: KimiDeltaAttentionWeights) -> dict[str, jax.Array]:
+        """A checkpoint has an axis more: filters [channels, 1, W], and A_log [1, 1, H, 1]."""
+        return {
+            **{f"{of}_conv1d.weight": getattr(weights, f"{of}_conv").T[:, None] for of in "qkv"},
+            "A_log": weights.A_log[None, None, :, None],
+            "dt_bias": weights.dt_bias.reshape(-1),
         }
 
     def gates(self, weights: KimiDeltaAttentionWeights, x: Float[Array, "B T D"]) -> tuple[jax.Array, ...]:
         raw = project(project(x, weights.decay_down), weights.decay_up)
-        raw = raw.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        g = kda_gate(raw, weights.A_log, weights.dt_bias, self.lower_bound)  # [B, T, H, K] float32
+        raw = split_heads(raw, self.num_heads)  # [B, T, H, K]
+        over = explicit_axes(raw)[2]
+        A_log, dt_bias = placed(weights.A_log, [over]), placed(weights.dt_bias, [over, ()])
+        g = kda_gate(raw, A_log, dt_bias, self.lower_bound)  # [B, T, H, K] float32
         return g, jax.nn.sigmoid(project(x, weights.beta_proj).astype(g.dtype))  # [B, T, H]
 
     def normalised(self, weights: KimiDeltaAttentionWeights, x: jax.Array, o: Float[Array, "B T H K"]) -> jax.Array:
-        gate = project(project(x, weights.gate_down), weights.gate_up).reshape(o.shape)
-        return gated_rms_norm(o, gate, weights.norm, activation="sigmoid", eps=self.eps)
+        gate = split_heads(project(project(x, weights.gate_down), weights.gate_up), self.num_heads)
+        return gated_rms_norm(o, gate, placed(weights.norm, [()]), activation="sigmoid", eps=self.eps)

@@ -7,10 +7,16 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.partitioning import axes_named, explicit_axes, placed
+from tilewright.core.quantized import QuantizedArray, quantize
+from tilewright.ops.matmul.api import matmul
 
+_INT4_BLOCK = 128
 # A field of a pytree: an array, or what a tree.map has put in its place, such as a ShapeDtypeStruct or a sharding.
 Leaf = Any
 
@@ -28,15 +34,17 @@ class Parameter:
     """Whether its axes are exchanged in a checkpoint."""
     float32: bool = False
     """Whether it is float32 whatever the dtype of the others."""
+    heads: int = 1
+    """The number of heads along its last axis, which a mesh axis of tensor parallelism has to divide."""
 
 
-def linear(name: str, d_in: int, d_out: int) -> Parameter:
+def linear(name: str, d_in: int, d_out: int, heads: int = 1) -> Parameter:
     """A projection [d_in, d_out]: normal, with a deviation of d_in ** -0.5, which keeps the variance per channel."""
 
     def draw(key: PRNGKeyArray, shape: tuple[int, ...]) -> jax.Array:
         return d_in**-0.5 * jax.random.normal(key, shape, jnp.float32)
 
-    return Parameter((d_in, d_out), draw, f"{name}.weight", transposed=True)
+    return Parameter((d_in, d_out), draw, f"{name}.weight", transposed=True, heads=heads)
 
 
 def norm(name: str, channels: int, value: float = 1.0) -> Parameter:
@@ -44,11 +52,54 @@ def norm(name: str, channels: int, value: float = 1.0) -> Parameter:
     return Parameter((channels,), value, f"{name}.weight")
 
 
-def project(x: Float[Array, "*tokens D"], w: Float[Array, "D E"]) -> Float[Array, "*tokens E"]:
-    """x @ w in x's dtype. w is cast to it, so that float32 weights train with bfloat16 activations."""
+def project(x: Float[Array, "*tokens D"], w: Float[Array, "D E"] | QuantizedArray) -> Float[Array, "*tokens E"]:
+    """x @ w in x's dtype. w is cast to it, so that float32 weights train with bfloat16 activations.
+
+    On Explicit mesh axes, which ask for it to be said, the result is sharded as x's tokens and w's columns are. Tokens that
+    are sharded over a mesh axis gather a w that is sharded over it (FSDP). Where D is sharded over other axes, each device
+    multiplies its part of D, and the products are summed. A quantised w goes through `matmul`.
+    """
+    if isinstance(w, QuantizedArray):
+        return matmul(x, w)
     # With bfloat16 in and out, the matrix unit accumulates in float32, and the backward's products are bfloat16 too.
     precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    return jnp.dot(x, w.astype(x.dtype), precision=precision)
+    w = w.astype(x.dtype)
+    (*tokens, channels), (rows, columns) = explicit_axes(x), explicit_axes(w)
+    if not any((*tokens, channels, rows, columns)):
+        return jnp.dot(x, w, precision=precision)
+    columns = _without(columns, *tokens)
+    inner = _without(channels or rows, *tokens, columns)
+    x, w = placed(x, [*tokens, inner]), placed(w, [inner, columns])
+    mesh = jax.typeof(w if inner or columns else x).sharding.mesh
+    return jnp.dot(x, w, precision=precision, out_sharding=NamedSharding(mesh, P(*tokens, columns)))
+
+
+def _without(axes: tuple[str, ...], *used: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if not any(axis in each for each in used))
+
+
+def split_heads(y: Float[Array, "B T E"], heads: int) -> Float[Array, "B T H K"]:
+    """Channels as heads. Explicit mesh axes that channels are sharded over go to the heads; one head is gathered."""
+    b, t, channels = y.shape
+    *tokens, over = explicit_axes(y)
+    y = placed(y, [*tokens, over if heads > 1 else ()])
+    return y.reshape(b, t, heads, channels // heads)
+
+
+def placed_state(state: Any, apply: Callable[..., Any], like: tuple[Any, Any] | None) -> Any:
+    """A state, sharded over Explicit mesh axes as `apply` returns it for the weights and tokens of `like`."""
+    if like is None:
+        return state
+    after = jax.eval_shape(apply, *like, state)[1]
+    return jax.tree.map(lambda x, shape: placed(x, explicit_axes(shape)), state, after)
+
+
+def quantized_weight(w: Any, dtype: str) -> QuantizedArray | None:
+    """A matrix [..., R, C] quantised as `Layer.quantized` says; None stays None."""
+    if w is None:
+        return None
+    by_blocks = dtype == "int4" and w.shape[-2] % _INT4_BLOCK == 0
+    return quantize(w, dtype, block=(_INT4_BLOCK, 1) if by_blocks else None)
 
 
 class Layer[W]:
@@ -57,9 +108,17 @@ class Layer[W]:
     d_model: int
     weights: ClassVar[type]
     state: ClassVar[type]
+    quantizable: ClassVar[tuple[str, ...]] = ()
+    """The weights that `quantized` quantises: matrices that activations are multiplied with by `project`."""
+    packed_fields: ClassVar[tuple[str, ...]] = ()
+    """The weights that `packed` writes."""
 
     def parameters(self) -> dict[str, Parameter]:
         """The parameters that this layer has, by the fields of its weights. Fields that it lacks are None."""
+        raise NotImplementedError
+
+    def apply(self, weights: Any, x: Any, state: Any = None, **options: Any) -> tuple[Any, Any]:
+        """Returns y [B, T, D] and the state after x [B, T, D]."""
         raise NotImplementedError
 
     def init(self, key: PRNGKeyArray, dtype: Any = jnp.float32) -> W:
@@ -87,6 +146,43 @@ class Layer[W]:
         """The weights that a checkpoint has packed into larger tensors."""
         return {}
 
+    def packed(self, weights: Any) -> dict[str, jax.Array]:
+        """The tensors of a checkpoint that `unpacked` reads, by name: its inverse."""
+        return {}
+
+    def to_checkpoint(self, weights: W, prefix: str = "") -> dict[str, jax.Array]:
+        """The tensors of a checkpoint under `prefix`: the inverse of `from_checkpoint`."""
+        start = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
+        tensors = self.packed(weights)
+        for name, parameter in self.parameters().items():
+            if name in self.packed_fields:
+                continue
+            value = getattr(weights, name)
+            if isinstance(value, QuantizedArray):
+                raise ValueError(
+                    f"weights.{name} is quantised, and a checkpoint has no name for that; save float weights"
+                )
+            tensors[parameter.name] = value.T if parameter.transposed else value
+        return {start + name: tensor for name, tensor in tensors.items()}
+
+    def cast(self, weights: W, dtype: Any) -> W:
+        """The weights in `dtype`; those that are always float32 stay so."""
+        parameters = self.parameters()
+        values = {
+            name: value
+            if value is None
+            else value.astype(jnp.float32 if name in parameters and parameters[name].float32 else dtype)
+            for name, value in vars(weights).items()
+        }
+        return self.weights(**values)
+
+    def quantized(self, weights: W, dtype: str) -> W:
+        """The weights of the large projections quantised, with one scale per output column; int4 has one per 128 rows of a
+        column where 128 divides them.
+        """
+        changed = {name: quantized_weight(getattr(weights, name), dtype) for name in self.quantizable}
+        return dataclasses.replace(weights, **{name: value for name, value in changed.items() if value is not None})  # type: ignore[type-var]
+
     def check_weights(self, weights: Any) -> None:
         """Raises where the weights are not this layer's."""
         own, remedy = type(self).__name__, "pass what init or from_checkpoint of this layer returned"
@@ -99,6 +195,29 @@ class Layer[W]:
                 given = "None" if value is None else shown(value)
                 takes = "None" if wanted is None else list(wanted)
                 raise ValueError(f"weights.{name} is {given} and this {own} takes {takes}; {remedy}")
+
+    def check_shardings(self, weights: Any, x: jax.Array) -> None:
+        """Raises where Explicit mesh axes cut x along T, or heads into parts that are not whole heads."""
+        own, tokens = type(self).__name__, explicit_axes(x)
+        if tokens[1]:
+            raise ValueError(
+                f"{own}: x is sharded over {axes_named(tokens[1])} along its axis T, and a layer can be cut along B and "
+                f"along the heads of its weights only; pass jax.sharding.reshard(x, ...) without it"
+            )
+        heads = {name: parameter.heads for name, parameter in self.parameters().items() if parameter.heads > 1}
+        for name in heads:
+            w = getattr(weights, name)
+            if isinstance(w, QuantizedArray):
+                continue
+            over = _without(explicit_axes(w)[-1], *tokens)
+            parts = math.prod(jax.typeof(w).sharding.mesh.shape[axis] for axis in over)
+            for other, count in heads.items():
+                if count % parts:
+                    raise ValueError(
+                        f"{own}: weights.{name} is sharded over {axes_named(over)} along its heads, into {parts} parts, "
+                        f"and weights.{other} has {count} heads; use a mesh whose axis divides them, or pass "
+                        f"jax.sharding.reshard(weights.{name}, ...) without it"
+                    )
 
     def check_state(self, state: Any, x: jax.Array, **wanted: tuple[int, ...]) -> None:
         """Raises where a state is not this layer's, or of another batch. `wanted`: the shapes of its fields after B."""
@@ -143,6 +262,10 @@ class Tensors:
     def __init__(self, tensors: Mapping[str, Any], prefix: str):
         self._tensors = tensors
         self._prefix = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return self._prefix + name in self._tensors
 
     def array(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         """The tensor of that name, reshaped. It must have as many elements as `shape`."""

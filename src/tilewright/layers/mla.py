@@ -1,0 +1,163 @@
+"""Multi-head latent attention of Kimi Linear: keys and values from one small latent per token, which is all that is kept.
+
+The cache of a token is its latent of R channels and E channels that all heads share, instead of keys and values of every
+head. Whole sequences and chunks expand the latents to keys and values. A single token is decoded in the absorbed form:
+queries go through the keys' expansion, and outputs through the values', so that attention runs on the latents themselves,
+with one key head of R + E channels.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tilewright.core.dispatch import ImplementationName
+from tilewright.core.quantized import QuantizedArray, dequantize
+from tilewright.layers.attention import cache_positions, written
+from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, project
+from tilewright.ops.attention.api import flash_attention
+from tilewright.ops.attention.decode.api import decode_attention
+from tilewright.ops.norm.api import rms_norm
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentState:
+    """The latents of the tokens read so far."""
+
+    latents: Leaf  # [B, S, R + E], normalised
+    length: Leaf  # int32, or [B], the number of tokens in the cache; None in a grown one, which holds S
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentAttentionWeights:
+    """H heads of C + E channels for queries and keys, of which E are shared by the keys of all heads, and V for values."""
+
+    q_proj: Leaf  # [D, H (C + E)]
+    kv_down: Leaf  # [D, R + E], kv_a_proj_with_mqa in the checkpoints
+    kv_norm: Leaf  # [R], kv_a_layernorm
+    kv_up: Leaf  # [R, H (C + V)], kv_b_proj
+    o_proj: Leaf  # [H V, D]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Layer[LatentAttentionWeights]):
+    r"""Causal attention from latents.
+
+    c, e = norm(x Wdown);  k = [c Wup_k, e], v = c Wup_v;  q = x Wq
+    y = (softmax(q k^T / sqrt(C + E)) v) Wo, causal
+
+    No positions: Kimi Linear leaves them to its delta layers.
+    """
+
+    weights = LatentAttentionWeights
+    state = LatentState
+    quantizable = ("q_proj", "kv_down", "kv_up", "o_proj")
+
+    d_model: int
+    num_heads: int
+    latent_dim: int
+    """R, `kv_lora_rank`."""
+    key_dim: int
+    """C, the channels of a head's keys that are its own (`qk_nope_head_dim`)."""
+    shared_key_dim: int
+    """E, those that all heads share (`qk_rope_head_dim`)."""
+    value_dim: int
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        self.check_sizes("d_model", "num_heads", "latent_dim", "key_dim", "shared_key_dim", "value_dim")
+
+    def parameters(self) -> dict[str, Parameter]:
+        """With the names of Kimi Linear's checkpoints ("model.layers.3.self_attn")."""
+        d, h, r = self.d_model, self.num_heads, self.latent_dim
+        return {
+            "q_proj": linear("q_proj", d, h * (self.key_dim + self.shared_key_dim), h),
+            "kv_down": linear("kv_a_proj_with_mqa", d, r + self.shared_key_dim),
+            "kv_norm": norm("kv_a_layernorm", r),
+            "kv_up": linear("kv_b_proj", r, h * (self.key_dim + self.value_dim), h),
+            "o_proj": linear("o_proj", h * self.value_dim, d),
+        }
+
+    def initial_state(self, batch: int, *, capacity: int, dtype: Any = jnp.float32) -> LatentState:
+        """A cache with room for `capacity` tokens."""
+        shape = (batch, capacity, self.latent_dim + self.shared_key_dim)
+        return LatentState(jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+    def apply(
+        self,
+        weights: Any,
+        x: Float[Array, "*tokens D"],
+        state: Any = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        implementation: ImplementationName | None = None,
+    ) -> tuple[Float[Array, "B T D"], LatentState]:
+        """Returns y [B, T, D] and the cache after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
+
+        Without a state the returned cache is a grown one, of the tokens of x. `segment_ids` [B, T] separates packed
+        sequences, of calls without a state. `implementation` is that of `flash_attention`.
+        """
+        self.check_tokens(x)
+        self.check_weights(weights)
+        (b, t, _), h, r = x.shape, self.num_heads, self.latent_dim
+        q = project(x, weights.q_proj).reshape(b, t, h, self.key_dim + self.shared_key_dim)
+        down = project(x, weights.kv_down)  # [B, T, R + E]
+        latent = rms_norm(down[..., :r], weights.kv_norm, eps=self.eps)
+        latents = jnp.concatenate([latent, down[..., r:]], axis=-1)
+        if state is None:
+            k, v = self._expanded(weights, latents)
+            o = flash_attention(q, k, v, causal=True, segment_ids=segment_ids, implementation=implementation)
+            after = LatentState(latents, None)
+        else:
+            if segment_ids is not None:
+                raise ValueError("LatentAttention takes segment_ids without a state only; pass one sequence per row")
+            o, after = self._attend_cache(weights, q, latents, state, implementation)
+        assert isinstance(o, jax.Array)
+        return project(o.reshape(b, t, h * self.value_dim), weights.o_proj), after
+
+    def _expanded(self, weights: Any, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys [B, S, H, C + E] and values [B, S, H, V] of latents [B, S, R + E]."""
+        b, s, _ = latents.shape
+        h, r = self.num_heads, self.latent_dim
+        own = project(latents[..., :r], weights.kv_up).reshape(b, s, h, self.key_dim + self.value_dim)
+        shared = jnp.broadcast_to(latents[:, :, None, r:], (b, s, h, self.shared_key_dim))
+        return jnp.concatenate([own[..., : self.key_dim], shared], axis=-1), own[..., self.key_dim :]
+
+    def _attend_cache(
+        self, weights: Any, q: jax.Array, latents: jax.Array, state: LatentState, implementation: Any
+    ) -> tuple[jax.Array, LatentState]:
+        if state.length is None:
+            raise ValueError("this state is a grown one, which a call without a state returned; use initial_state(...)")
+        b, t = q.shape[:2]
+        cache, length = written(state.latents, latents, state.length), state.length + t
+        after = LatentState(cache, length)
+        cache, capacity = cache.astype(q.dtype), cache.shape[1]
+        if t == 1:
+            o = self._absorbed(weights, q, cache, jnp.broadcast_to(length, (b,)))
+        else:
+            k, v = self._expanded(weights, cache)
+            positions = jnp.broadcast_to(cache_positions(state.length, t), (b, t))
+            slots = jnp.arange(capacity, dtype=jnp.int32)
+            seen = slots[None, None] <= positions[:, :, None]  # [B, T, S]
+            o = flash_attention(q, k, v, mask=seen[:, None], implementation=implementation)
+            assert isinstance(o, jax.Array)
+        fits = jnp.broadcast_to(length <= capacity, (b,))[:, None, None, None]
+        return jnp.where(fits, o, jnp.nan), after
+
+    def _absorbed(self, weights: Any, q: jax.Array, cache: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The outputs of one token per row, from attention over the latents."""
+        r, c = self.latent_dim, self.key_dim
+        kv_up = weights.kv_up
+        kv_up = dequantize(kv_up, q.dtype) if isinstance(kv_up, QuantizedArray) else kv_up.astype(q.dtype)
+        up = kv_up.reshape(r, self.num_heads, c + self.value_dim)
+        precision = None if q.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+        own = jnp.einsum("bthc,rhc->bthr", q[..., :c], up[..., :c], precision=precision)
+        scale = (c + self.shared_key_dim) ** -0.5
+        keys = cache[:, :, None]  # [B, S, 1, R + E]
+        o = decode_attention(jnp.concatenate([own, q[..., c:]], axis=-1), keys, keys[..., :r], lengths, scale=scale)
+        assert isinstance(o, jax.Array)
+        return jnp.einsum("bthr,rhv->bthv", o, up[..., c:], precision=precision)

@@ -1,0 +1,336 @@
+"""Generation: prompts are read in pieces, then all rows of a batch take a token per step.
+
+Every layer keeps a state: keys and values or latents of the tokens so far, or a delta rule's memory and the last inputs of
+its convolutions. A prompt is read in pieces of at most `PIECE` tokens whose sizes are powers of two, so that prompts of any
+length need a handful of compiled programs and no padding, which a recurrent state could not tell from tokens. Rows have
+lengths of their own, so a batch may hold prompts of different lengths, and rows may come and go (`Batch`). What a model
+knows after a prefix is a value (`Prefix`) that can be kept, saved, and continued from any number of times.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from tilewright.core.arguments import shown
+from tilewright.models import checkpoint
+from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, initial_states, logits_of
+
+PIECE = 512
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from logits."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must be 0 (the most probable token) or more")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r} must be a positive integer, or None")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1], or None")
+
+    def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """A token per row of logits [B, V], each drawn with its own key."""
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        ordered = jnp.sort(logits, axis=-1)[:, ::-1]  # [B, V], falling
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = jnp.where(logits >= ordered[:, self.top_k - 1, None], logits, -jnp.inf)
+        if self.top_p is not None:
+            probabilities = jax.nn.softmax(ordered, axis=-1)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            kept = jnp.sum(before < self.top_p, axis=-1)  # The most probable one always.
+            logits = jnp.where(logits >= jnp.take_along_axis(ordered, kept[:, None] - 1, axis=-1), logits, -jnp.inf)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _read(architecture: Architecture, weights: ModelWeights, ids: jax.Array, states: Any) -> tuple[jax.Array, Any]:
+    """The logits [B, V] after a piece [B, T], and the states."""
+    x, states, _ = hidden_states(architecture, weights, ids, states)
+    return logits_of(weights, x[:, -1]), states
+
+
+def pieces(length: int) -> Iterator[int]:
+    """The sizes of the pieces that a prompt is read in."""
+    while length >= PIECE:
+        yield PIECE
+        length -= PIECE
+    for bit in reversed(range(PIECE.bit_length())):
+        if length >> bit & 1:
+            yield 1 << bit
+
+
+def read_prompt(model: Any, ids: jax.Array, states: Any) -> tuple[jax.Array, Any]:
+    """The logits after the last token of ids [B, T], and the states after it."""
+    logits, at = None, 0
+    for size in pieces(ids.shape[1]):
+        logits, states = _read(model.architecture, model.weights, ids[:, at : at + size], states)
+        at += size
+    assert logits is not None
+    return logits, states
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
+def _continue(
+    architecture: Architecture,
+    weights: ModelWeights,
+    start: tuple[jax.Array, jax.Array],
+    states: Any,
+    steps: int,
+    sampling: Sampling,
+    stop_tokens: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Up to `steps` tokens per row [B, steps], and how many of them each row has. `start`: logits [B, V] and row keys."""
+    logits, keys = start
+    batch = logits.shape[0]
+    stops = jnp.asarray(stop_tokens, jnp.int32)
+
+    def going(carry: Any) -> jax.Array:
+        step, done = carry[0], carry[1]
+        return (step < steps) & ~jnp.all(done)
+
+    def body(carry: Any) -> Any:
+        step, done, counts, tokens, logits, states = carry
+        chosen = sampling.choose(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, step))
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], step, axis=1)
+        counts = counts + ~done
+        done = done | jnp.any(chosen[:, None] == stops[None], axis=1) if stop_tokens else done
+        logits, states = jax.lax.cond(
+            step + 1 < steps,
+            lambda states: _step(architecture, weights, chosen, states),
+            lambda states: (logits, states),
+            states,
+        )
+        return step + 1, done, counts, tokens, logits, states
+
+    zeros = jnp.zeros((batch,), jnp.int32)
+    carry = (jnp.int32(0), zeros > 0, zeros, jnp.zeros((batch, steps), jnp.int32), logits, states)
+    _, _, counts, tokens, _, _ = jax.lax.while_loop(going, body, carry)
+    return tokens, counts
+
+
+def _step(architecture: Architecture, weights: ModelWeights, tokens: jax.Array, states: Any) -> tuple[jax.Array, Any]:
+    x, states, _ = hidden_states(architecture, weights, tokens[:, None], states)
+    return logits_of(weights, x[:, 0]), states
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("logits", "states"), meta_fields=("ids",))
+@dataclass(frozen=True)
+class Prefix:
+    """A model's states after some tokens, and the logits of the token that follows: for one row."""
+
+    ids: tuple[int, ...]
+    logits: Any  # [1, V]
+    states: Any
+
+    @property
+    def capacity(self) -> int | None:
+        """The tokens that its caches have room for; None where no layer has a cache that ends."""
+        sizes = {leaf.shape[2] for path, leaf in _leaves(self.states) if path.endswith(_CACHES)}
+        return min(sizes, default=None)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as one safetensors file."""
+        tensors = {"ids": np.asarray(self.ids, np.int32), "logits": self.logits} | dict(_leaves(self.states))
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        checkpoint.write(Path(path), shapes, tensors.items())
+
+    @staticmethod
+    def load(path: str | Path, model: Any) -> "Prefix":
+        """The prefix that `save` wrote, for the same model."""
+        file = checkpoint.SafetensorsFile(Path(path))
+        logits = jnp.asarray(file.read("logits"))
+        sizes = {shape[2] for name, (_, shape, _) in file.tensors.items() if name.endswith(_CACHES)}
+        states = jax.eval_shape(lambda: initial_states(model.architecture, 1, min(sizes, default=1), model.dtype))
+        wanted = dict(_leaves(states))
+        for name, leaf in wanted.items():
+            if name not in file.tensors or file.tensors[name][1] != leaf.shape:
+                raise checkpoint.CheckpointError(
+                    f"{path} has no {name} of {list(leaf.shape)}: it is another model's prefix"
+                )
+        read = [jnp.asarray(file.read(name)).astype(leaf.dtype) for name, leaf in wanted.items()]
+        ids = tuple(int(token) for token in file.read("ids"))
+        return Prefix(ids, logits, jax.tree.unflatten(jax.tree.structure(states), read))
+
+
+_CACHES = (".keys", ".values", ".latents")
+
+
+def _leaves(states: Any) -> list[tuple[str, Any]]:
+    return [(f"states{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(states)]
+
+
+def read_prefix(model: Any, ids: Sequence[int], capacity: int, prefix: Prefix | None = None) -> Prefix:
+    """What the model knows after `ids`, or after a prefix and `ids`, with caches for `capacity` tokens."""
+    tokens = np.asarray(ids, np.int32).reshape(-1)
+    before = 0 if prefix is None else len(prefix.ids)
+    if not tokens.size:
+        if prefix is None:
+            raise ValueError("a prompt is empty; give it at least one token, such as the model's bos_token_id")
+        return prefix
+    checked_ids(tokens[None], model.architecture.vocab_size)
+    if prefix is not None and prefix.capacity not in (None, capacity):
+        raise ValueError(f"prefix has room for {prefix.capacity} tokens and capacity={capacity}; they must be equal")
+    if before + tokens.size > capacity:
+        raise ValueError(
+            f"a prompt of {before + tokens.size} tokens does not fit a cache for {capacity}; use capacity="
+            f"{before + tokens.size} or more"
+        )
+    if prefix is None:
+        states = initial_states(model.architecture, 1, capacity, model.dtype)
+    else:
+        states = jax.tree.map(jnp.copy, prefix.states)  # Reading gives its buffers away.
+    logits, states = read_prompt(model, jnp.asarray(tokens[None]), states)
+    return Prefix((*(() if prefix is None else prefix.ids), *tokens.tolist()), logits, states)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(rows: Any, row: Any, at: jax.Array) -> Any:
+    return jax.tree.map(lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own[:, 0], at, 1), rows, row)
+
+
+_decode = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(
+    lambda architecture, weights, tokens, states: _step(architecture, weights, tokens, states)
+)
+
+
+class Batch:
+    """Rows that are decoded together, and that may join and leave at any step.
+
+    batch = Batch(model, rows=8, capacity=4096)
+    row = batch.join(prompt)
+    batch.step()          # {row: token} for every row that is there
+    ids = batch.leave(row)
+    """
+
+    def __init__(self, model: Any, rows: int, capacity: int, sampling: Sampling = Sampling()):  # noqa: B008, frozen
+        self._model, self._capacity, self._sampling = model, capacity, sampling
+        self._states = initial_states(model.architecture, rows, capacity, model.dtype)
+        self._logits = jnp.zeros((rows, model.architecture.vocab_size), jnp.float32)
+        self._keys = jax.random.split(jax.random.key(0), rows)
+        self._ids: dict[int, list[int]] = {}
+        self._steps = np.zeros(rows, np.int32)
+
+    @property
+    def free(self) -> list[int]:
+        """The rows that nobody has."""
+        return [row for row in range(len(self._steps)) if row not in self._ids]
+
+    def join(self, prompt: Sequence[int], *, seed: int = 0, prefix: Prefix | None = None) -> int:
+        """Reads a prompt, or what follows a prefix, into a free row and returns the row."""
+        if not self.free:
+            raise ValueError(f"all {len(self._steps)} rows are taken; let one leave, or make the batch with more rows")
+        row = self.free[0]
+        own = read_prefix(self._model, prompt, self._capacity, prefix)
+        self._states = _insert(self._states, own.states, jnp.int32(row))
+        self._logits = self._logits.at[row].set(own.logits[0])
+        self._keys = self._keys.at[row].set(jax.random.key(seed))
+        self._ids[row], self._steps[row] = list(own.ids), 0
+        return row
+
+    def step(self) -> dict[int, int]:
+        """The next token of every row."""
+        for row, ids in self._ids.items():
+            if len(ids) >= self._capacity:
+                raise ValueError(f"row {row} has {len(ids)} tokens, all that its cache has room for; let it leave")
+        keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.asarray(self._steps))
+        chosen = self._sampling.choose(self._logits, keys)
+        model = self._model
+        self._logits, self._states = _decode(model.architecture, model.weights, chosen, self._states)
+        self._steps += 1
+        tokens = np.asarray(chosen)
+        for row, ids in self._ids.items():
+            ids.append(int(tokens[row]))
+        return {row: ids[-1] for row, ids in self._ids.items()}
+
+    def leave(self, row: int) -> np.ndarray:
+        """Frees a row and returns its prompt and tokens."""
+        return np.asarray(self._ids.pop(row))
+
+
+def generate(
+    model: Any,
+    input_ids: Any,
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    stop_tokens: tuple[int, ...] = (),
+    seed: int = 0,
+    capacity: int | None = None,
+) -> Any:
+    """See `Model.generate`."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be 0 or more")
+    rectangular = not isinstance(input_ids, list | tuple) or len({np.size(row) for row in input_ids}) == 1
+    prompts = (
+        [np.atleast_1d(np.asarray(row)) for row in np.atleast_2d(input_ids)]
+        if rectangular
+        else [np.atleast_1d(np.asarray(row)) for row in input_ids]
+    )
+    vocabulary = model.architecture.vocab_size
+    for row in prompts:
+        if not row.size:
+            raise ValueError("a prompt is empty; give it at least one token, such as the model's bos_token_id")
+        checked_ids(row[None], vocabulary)
+    longest = max(row.size for row in prompts)
+    room = longest + max_new_tokens if capacity is None else capacity
+    if room < longest + max_new_tokens:
+        raise ValueError(
+            f"capacity={room} is too small for a prompt of {longest} tokens and max_new_tokens={max_new_tokens}; use at "
+            f"least {longest + max_new_tokens}"
+        )
+    if max_new_tokens == 0:
+        return np.stack(prompts) if rectangular else prompts
+    logits, states = _read_prompts(model, prompts, room)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
+    tokens, counts = _continue(
+        model.architecture, model.weights, (logits, keys), states, max_new_tokens, sampling, stop_tokens
+    )
+    tokens, counts = np.asarray(tokens), np.asarray(counts)
+    rows = [np.concatenate([row, tokens[n, : counts[n]]]) for n, row in enumerate(prompts)]
+    return np.stack(rows) if rectangular and not stop_tokens else rows
+
+
+def checked_ids(input_ids: Any, vocab_size: int) -> jax.Array:
+    """The ids as an array [B, T]; raises where they are not ids of the vocabulary."""
+    ids = input_ids if isinstance(input_ids, jax.Array) else np.asarray(input_ids)
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"input_ids is {shown(ids)}; it must be [B, T] integers: pass input_ids[None] for one sequence"
+        )
+    if not isinstance(ids, Tracer):
+        known = np.asarray(ids)
+        outside = (known < 0) | (known >= vocab_size)
+        if outside.any():
+            raise ValueError(
+                f"input_ids has {int(known[outside][0])}, and the vocabulary has {vocab_size} tokens, 0 to {vocab_size - 1}"
+            )
+    return jnp.asarray(ids)
+
+
+def _read_prompts(model: Any, prompts: Sequence[np.ndarray], capacity: int) -> tuple[jax.Array, Any]:
+    """Logits [B, V] and states of prompts: together where they are equally long, and otherwise one by one."""
+
+    def states_of(batch: int) -> Any:
+        return initial_states(model.architecture, batch, capacity, model.dtype)
+
+    if len({row.size for row in prompts}) == 1:
+        return read_prompt(model, jnp.asarray(np.stack(prompts), jnp.int32), states_of(len(prompts)))
+    each = [read_prompt(model, jnp.asarray(row[None], jnp.int32), states_of(1)) for row in prompts]
+    logits = jnp.concatenate([logits for logits, _ in each])
+    # The axes of a state are repeats of the layer, then rows.
+    return logits, jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *(states for _, states in each))

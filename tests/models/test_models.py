@@ -1,0 +1,288 @@
+"""Models against checkpoints, logits and tokens that transformers wrote; what is saved; prompts, rows and prefixes."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright import models
+from tilewright.models import Batch, CheckpointError, Model, Prefix, Sampling
+from tilewright.models.architecture import hidden_states, initial_states, logits_of, runs_of
+from tilewright.models.checkpoint import Checkpoint
+from tilewright.models.generation import pieces
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "models"
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "kimi_linear")
+# In the default tier: a dense model, and the hybrid with the most kinds of layers.
+every_family = pytest.mark.parametrize(
+    "family",
+    [name if name in ("qwen3", "kimi_linear") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+# Logits are about 1. All layers sum in float32 in another order than torch.
+TOLERANCE = 1e-4
+
+
+@functools.cache
+def held(family: str) -> tuple[Model, dict[str, np.ndarray]]:
+    return models.load(GOLDEN / family, dtype="float32"), dict(np.load(GOLDEN / family / "golden.npz"))
+
+
+@every_family
+def test_logits(family: str) -> None:
+    model, golden = held(family)
+    np.testing.assert_allclose(model(golden["input_ids"]), golden["logits"], rtol=0, atol=TOLERANCE)
+
+
+@every_family
+def test_greedy_tokens(family: str) -> None:
+    """The prompt is read in pieces, then the tokens one by one."""
+    model, golden = held(family)
+    got = model.generate(golden["input_ids"][:1, :16], max_new_tokens=24)
+    np.testing.assert_array_equal(got, golden["generated"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [(40, 37), (1,) * 12 + (65,), (76, 1)])
+def test_logits_in_chunks_and_token_by_token(family: str, sizes: tuple[int, ...]) -> None:
+    model, golden = held(family)
+    states = initial_states(model.architecture, 2, 77, jnp.float32)
+    step = jax.jit(lambda ids, states: hidden_states(model.architecture, model.weights, ids, states)[:2])
+    got, at = [], 0
+    for size in sizes:
+        x, states = step(jnp.asarray(golden["input_ids"][:, at : at + size]), states)
+        got.append(logits_of(model.weights, x))
+        at += size
+    np.testing.assert_allclose(jnp.concatenate(got, axis=1), golden["logits"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_do_not_see_each_other(family: str) -> None:
+    model, golden = held(family)
+    ids = golden["input_ids"][:1]
+    segments = np.repeat([[0, 1, 2]], [20, 31, 26], axis=1)
+    alone = [model(part) for part in np.split(ids, [20, 51], axis=1)]
+    np.testing.assert_allclose(model(ids, segments), np.concatenate(alone, axis=1), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_is_what_was_read(family: str, tmp_path: Path) -> None:
+    """The same tensors under the same names, to the bit."""
+    model, _ = held(family)
+    model.save(tmp_path)
+    read, written = Checkpoint(GOLDEN / family), Checkpoint(tmp_path)
+    assert set(read) == set(written)
+    for name in read:
+        assert read.shape(name) == written.shape(name), name
+        np.testing.assert_array_equal(read[name], written[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "distance"), [("int8", 0.04), ("float8_e4m3fn", 0.06), ("int4", 0.25)])
+def test_quantised_weights_are_near(family: str, dtype: str, distance: float) -> None:
+    """Relative distance of the logits, of models with 64 channels and random weights."""
+    _, golden = held(family)
+    got = models.load(GOLDEN / family, dtype="float32", quantize=dtype)(golden["input_ids"])
+    error = np.linalg.norm(np.asarray(got) - golden["logits"]) / np.linalg.norm(golden["logits"])
+    assert 1e-4 < error < distance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_near(family: str) -> None:
+    _, golden = held(family)
+    model = models.load(GOLDEN / family)
+    assert model.dtype == jnp.bfloat16
+    got = np.asarray(model(golden["input_ids"]), np.float32)
+    assert np.linalg.norm(got - golden["logits"]) / np.linalg.norm(golden["logits"]) < 0.03
+
+
+def test_a_sharded_checkpoint(tmp_path: Path) -> None:
+    """Two files and an index give the same model."""
+    source = Checkpoint(GOLDEN / "qwen3")
+    names = sorted(source)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{number + 1:05}-of-00002.safetensors"
+        shapes = {name: (source[name].dtype, source.shape(name)) for name in part}
+        models.checkpoint.write(tmp_path / file, shapes, ((name, source[name]) for name in part))
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    shutil.copy(GOLDEN / "qwen3" / "config.json", tmp_path)
+    again, (model, _) = models.load(tmp_path, dtype="float32"), held("qwen3")
+    jax.tree.map(np.testing.assert_array_equal, again.weights, model.weights)
+
+
+def test_runs_of_hybrids() -> None:
+    """Layers that repeat are scanned together, whatever their period."""
+
+    def sizes(kinds: str) -> list[tuple[int, int]]:
+        return [(len(run.pattern), run.count) for run in runs_of(tuple(kinds))]
+
+    assert sizes("a" * 36) == [(1, 36)]
+    assert sizes("gggf" * 12) == [(4, 12)]
+    assert sizes("d" + "kkfk" * 6 + "kf") == [(1, 1), (4, 6), (1, 1), (1, 1)]
+    assert sizes("ab") == [(1, 1), (1, 1)]
+
+
+def test_random_weights_of_a_config() -> None:
+    config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
+    model = models.init(config, jax.random.key(0), "float32")
+    assert model.num_parameters == held("qwen3")[0].num_parameters
+    logits = model(np.zeros((1, 3), np.int32))
+    assert np.isfinite(logits).all()
+
+
+# Generation.
+
+
+def test_prompts_of_different_lengths_give_what_each_gives_alone() -> None:
+    model, golden = held("qwen3")
+    prompts = [golden["input_ids"][0, :5].tolist(), golden["input_ids"][1, :16].tolist(), [7]]
+    for row, prompt in zip(model.generate(prompts, 6), prompts, strict=True):
+        np.testing.assert_array_equal(row, model.generate([prompt], 6)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_join_and_leave_a_running_batch(family: str) -> None:
+    """Each gives what it gives alone, and so does one that continues from a prefix that is saved and shared."""
+    model, golden = held(family)
+    first, second = golden["input_ids"][0, :9].tolist(), golden["input_ids"][1, :20].tolist()
+    batch = Batch(model, rows=2, capacity=40)
+    one = batch.join(first)
+    batch.step()
+    two = batch.join(second)
+    for _ in range(4):
+        batch.step()
+    np.testing.assert_array_equal(batch.leave(one), model.generate([first], 5)[0])
+    prefix = model.read_prefix(second[:12], capacity=40)
+    three = batch.join(second[12:], prefix=prefix)
+    for _ in range(3):
+        batch.step()
+    np.testing.assert_array_equal(batch.leave(two), model.generate([second], 7)[0])
+    np.testing.assert_array_equal(batch.leave(three), model.generate([second], 3)[0])
+
+
+@pytest.mark.slow
+def test_a_prefix_is_saved_and_restored(tmp_path: Path) -> None:
+    model, golden = held("kimi_linear")
+    ids = golden["input_ids"][0, :14].tolist()
+    prefix = model.read_prefix(ids, capacity=32)
+    prefix.save(tmp_path / "prefix.safetensors")
+    again = Prefix.load(tmp_path / "prefix.safetensors", model)
+    assert again.ids == prefix.ids
+    jax.tree.map(np.testing.assert_array_equal, again.states, prefix.states)
+    with pytest.raises(CheckpointError, match="another model's prefix"):
+        Prefix.load(tmp_path / "prefix.safetensors", held("qwen3")[0])
+
+
+def test_stop_tokens_end_a_row() -> None:
+    model, golden = held("qwen3")
+    whole = model.generate(golden["input_ids"][:1, :16], 24)[0]
+    stop = int(whole[20])
+    (row,) = model.generate(golden["input_ids"][:1, :16], 24, stop_tokens=[stop])
+    first = 16 + whole[16:].tolist().index(stop)
+    np.testing.assert_array_equal(row, whole[: first + 1])
+
+
+def test_sampling() -> None:
+    """Only tokens that top-k and top-p leave are drawn, as often as their probabilities say."""
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+    rows = jnp.broadcast_to(logits, (4000, 4))
+    keys = jax.random.split(jax.random.key(0), 4000)
+
+    def shares(**options: Any) -> np.ndarray:
+        return np.bincount(Sampling(**options).choose(rows, keys), minlength=4) / 4000
+
+    np.testing.assert_allclose(shares(temperature=1.0), [0.5, 0.3, 0.15, 0.05], atol=0.03)
+    np.testing.assert_allclose(shares(temperature=1.0, top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(shares(temperature=1.0, top_p=0.6), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(shares(temperature=1.0, top_p=0.4), [1, 0, 0, 0])
+    np.testing.assert_allclose(shares(), [1, 0, 0, 0])
+
+
+def test_a_seed_gives_the_same_tokens() -> None:
+    model, golden = held("qwen3")
+    prompt = golden["input_ids"][:2, :16]
+    drawn = [model.generate(prompt, 6, temperature=1.0, top_p=0.9, seed=seed) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert not np.array_equal(drawn[0], drawn[2])
+
+
+def test_pieces_of_prompts() -> None:
+    assert list(pieces(77)) == [64, 8, 4, 1]
+    assert list(pieces(1024 + 513)) == [512, 512, 512, 1]
+
+
+# What is refused.
+
+
+def copy(tmp_path: Path, **changed: Any) -> Path:
+    shutil.copytree(GOLDEN / "qwen3", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not known; known are qwen3, qwen3_moe"),
+        ({"num_hidden_layers": 4}, r"'model.layers.3.input_layernorm.weight'"),
+        ({"num_hidden_layers": 2}, "11 tensors that a qwen3 of this config does not use, such as 'model.layers.2"),
+        ({"intermediate_size": 96}, r"gate_proj.weight has shape \[128, 64\] and this layer needs \[96, 64\]"),
+        ({"vocab_size": 300}, r"has shape \[320, 64\] and config.json says \[300, 64\]"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not known"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu' is"),
+    ],
+)
+def test_a_config_that_does_not_fit(changed: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        models.load(copy(tmp_path, **changed))
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    folder = copy(tmp_path)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    with pytest.raises(CheckpointError, match=r"is cut off: '.*' ends at byte"):
+        models.load(folder)
+    file.write_bytes(whole[:5])
+    with pytest.raises(CheckpointError, match="is not a safetensors file, or is cut off"):
+        models.load(folder)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
+        models.load(folder)
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        models.load(tmp_path / "nowhere")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        models.load(folder)
+
+
+def test_bad_ids_and_options() -> None:
+    model, _ = held("qwen3")
+    with pytest.raises(ValueError, match="input_ids has 320, and the vocabulary has 320 tokens, 0 to 319"):
+        model(np.full((1, 3), 320))
+    with pytest.raises(ValueError, match=r"pass input_ids\[None\] for one sequence"):
+        model(np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match="a prompt is empty"):
+        model.generate([[1, 2], []], 3)
+    with pytest.raises(ValueError, match="capacity=10 is too small for a prompt of 8 tokens and max_new_tokens=3"):
+        model.generate(np.zeros((1, 8), np.int32), 3, capacity=10)
+    with pytest.raises(ValueError, match="temperature=-1 must be 0"):
+        model.generate([[1]], 2, temperature=-1)
+    with pytest.raises(ValueError, match="quantize='int16' must be one of"):
+        models.load(GOLDEN / "qwen3", quantize="int16")

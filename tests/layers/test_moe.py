@@ -1,7 +1,9 @@
-"""The MoE layer: against loops over tokens and experts, in the golden models, quantised, on meshes, and its errors."""
+"""The MoE layer: against loops over tokens and experts, from checkpoints, quantised, on meshes, and its errors."""
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +14,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tilewright
-from tests.layers.plain_models import KimiLinear, Model, Qwen3Next, checkpoint, qwen3_attention, sigmoid, softmax
+from tests.layers.equations import sigmoid, softmax
 from tests.ops.composition import mesh_of
 from tilewright.layers import MoE
 from tilewright.layers.moe import MoEWeights
+from tilewright.models.checkpoint import Checkpoint
 
 D, E, F = 24, 6, 16
 LAYERS: dict[str, MoE] = {
@@ -114,23 +117,11 @@ def test_gradients_are_those_of_all_experts_with_zeros() -> None:
 # Checkpoints.
 
 
-class Routed(Model):
-    """A golden model whose experts are the layer's."""
-
-    experts: MoE
-
-    def feed(self, i: int, x: np.ndarray) -> np.ndarray:
-        prefix = f"model.layers.{i}.{self.feeder}"
-        if f"{prefix}.gate.weight" not in self.tensors:
-            return super().feed(i, x)
-        return np.asarray(_jitted(self.experts)(self.experts.from_checkpoint(self.tensors, prefix), x)[0])
-
-    feeder = "mlp"
-
-
 @functools.cache
-def _jitted(layer: MoE) -> Any:
-    return jax.jit(layer.apply)
+def checkpoint(name: str) -> tuple[dict[str, Any], Checkpoint]:
+    """config.json and the tensors of a golden model."""
+    folder = Path(__file__).resolve().parent.parent / "golden" / "models" / name
+    return json.loads((folder / "config.json").read_text()), Checkpoint(folder)
 
 
 def moe_of(config: dict[str, Any], **changes: Any) -> MoE:
@@ -143,62 +134,9 @@ def moe_of(config: dict[str, Any], **changes: Any) -> MoE:
     )
 
 
-class Qwen3Moe(Routed):
-    def __init__(self) -> None:
-        config = checkpoint("qwen3_moe")[0]
-        self.experts = moe_of(config, normalize=config["norm_topk_prob"])
-        super().__init__("qwen3_moe", [qwen3_attention(config)] * config["num_hidden_layers"])
-
-
-class RoutedQwen3Next(Routed, Qwen3Next):
-    def __init__(self) -> None:
-        config = checkpoint("qwen3_next")[0]
-        shared = config["shared_expert_intermediate_size"]
-        self.experts = moe_of(config, normalize=config["norm_topk_prob"], shared_dim=shared, shared_gate=True)
-        Qwen3Next.__init__(self)
-
-
-class RoutedKimiLinear(Routed, KimiLinear):
-    feeder = "block_sparse_moe"
-
-    def __init__(self) -> None:
-        config = checkpoint("kimi_linear")[0]
-        self.experts = moe_of(
-            config,
-            scoring="sigmoid",
-            selection_bias=True,
-            scale=config["routed_scaling_factor"],
-            shared_dim=config["num_shared_experts"] * config["moe_intermediate_size"],
-        )
-        KimiLinear.__init__(self)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        Qwen3Moe,
-        pytest.param(RoutedQwen3Next, marks=pytest.mark.slow),
-        pytest.param(RoutedKimiLinear, marks=pytest.mark.slow),
-    ],
-)
-def test_the_logits_of_the_golden_models(model: type[Model]) -> None:
-    held = model()
-    held.implementation = "reference"
-    logits = held.read(held.golden["input_ids"])
-    np.testing.assert_allclose(logits, held.golden["logits"], rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_greedy_tokens_of_qwen3_moe() -> None:
-    held = Qwen3Moe()
-    generated = held.golden["generated"]
-    logits = held.read(generated[:, :-1])
-    np.testing.assert_array_equal(np.argmax(logits[:, 15:], axis=-1), generated[:, 16:])
-
-
 def test_all_experts_in_one_tensor_are_the_same_weights() -> None:
     """As newer versions of transformers write them: gate above up, [E, 2 F, D], and [E, D, F]."""
-    config, tensors, _ = checkpoint("qwen3_moe")
+    config, tensors = checkpoint("qwen3_moe")
     layer, prefix = moe_of(config), "model.layers.0.mlp."
     each = layer.from_checkpoint(tensors, prefix)
 
@@ -216,7 +154,7 @@ def test_all_experts_in_one_tensor_are_the_same_weights() -> None:
 
 
 def test_a_checkpoint_of_other_sizes_is_told() -> None:
-    config, tensors, _ = checkpoint("qwen3_moe")
+    config, tensors = checkpoint("qwen3_moe")
     layer = moe_of(config, shared_dim=64)
     with pytest.raises(ValueError, match=r"tensors has no 'model.layers.0.mlp.shared_expert.gate_proj.weight'"):
         layer.from_checkpoint(tensors, "model.layers.0.mlp")

@@ -8,5 +8,7 @@ and `from_checkpoint(tensors, prefix) -> weights`. `apply` takes whole sequences
 from tilewright.layers.attention import Attention as Attention
 from tilewright.layers.delta_net import DeltaNet as DeltaNet
 from tilewright.layers.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
+from tilewright.layers.mla import LatentAttention as LatentAttention
+from tilewright.layers.mlp import MLP as MLP
 from tilewright.layers.moe import MoE as MoE
 from tilewright.layers.qwen3_next_gated_delta_net import Qwen3NextGatedDeltaNet as Qwen3NextGatedDeltaNet

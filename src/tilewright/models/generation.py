@@ -107,7 +107,7 @@ def _continue(
         step, done, counts, tokens, logits, states = carry
         chosen = sampling.choose(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, step))
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], step, axis=1)
-        counts = counts + ~done
+        counts = counts + (~done).astype(jnp.int32)
         done = done | jnp.any(chosen[:, None] == stops[None], axis=1) if stop_tokens else done
         logits, states = jax.lax.cond(
             step + 1 < steps,

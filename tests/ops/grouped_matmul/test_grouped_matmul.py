@@ -26,7 +26,6 @@ class TestContract(OpContract):
     cuts: ClassVar = {"columns": {"N": "y"}}
     whole_letter = "K"
     mesh_case = _case("mesh", 3, 40, 64, 128, rest=5, activation="silu")
-    not_taken = frozenset({("pallas_gpu", "float8_float8")})
 
 
 def draw(*shape: int, dtype: str = "float32", seed: int = 0) -> jax.Array:

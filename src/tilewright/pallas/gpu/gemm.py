@@ -50,14 +50,14 @@ from tilewright.core.chip import Chip
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.kernel import compiler_params, interpreted, processors, run_kernel, tile
 from tilewright.pallas.gpu.pipeline import Pipeline
-from tilewright.pallas.gpu.registers import transposed
+from tilewright.pallas.gpu.registers import tile_of_zeros, transposed
 from tilewright.pallas.gpu.scheduler import Banded
 from tilewright.pallas.gpu.tile_config import GemmTiles
-from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops
+from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops, products
 
 Epilogue = Callable[..., Callable[..., None]]
-"""(consumer, block row, block column), or (consumer, *place) of a `Plan` -> a function of the consumer's part of the tile: one float32 array
-[rows, block_n / parts] for each of the parts."""
+"""(consumer, block row, block column), or (consumer, *place) of a `Plan` -> a function of the consumer's part of the tile:
+one float32 array [rows, block_n / parts] for each of the parts."""
 
 _CLUSTER = "peer"  # The axis of the thread blocks of a cluster.
 _ROWS = 64  # Of a wgmma instruction.
@@ -90,7 +90,7 @@ class Gemm:
     a_transposed: bool = False
     """Whether A is [k, m] in memory."""
     b_transposed: bool = False
-    """Whether B is [n, k] in memory."""
+    """Whether B is [n, k] in memory, or [parts, n, k]."""
     most_tiles: int | None = None
     """The tiles that a `Plan` has at most; None for those of `tiles`."""
     parts: int = 1
@@ -196,7 +196,11 @@ class Gemm:
             a = a_ref.at[depth, rows] if self.a_transposed else a_ref.at[rows, depth]
             columns = pl.ds(first_column + j * self.width, self.width)
             if self.parts > 1:
-                return a, [b_ref.at[depth, part, columns] for part in range(self.parts)]
+                parts = range(self.parts)
+                return a, [
+                    b_ref.at[part, columns, depth] if self.b_transposed else b_ref.at[depth, part, columns]
+                    for part in parts
+                ]
             return a, [b_ref.at[columns, depth] if self.b_transposed else b_ref.at[depth, columns]]
 
         return Plan(count=count, locate=locate, sources=sources, steps=lambda i, j: self.steps)
@@ -210,8 +214,12 @@ class Gemm:
         *,
         first_column: Any = 0,
         plan: "Plan | None" = None,
+        scale: "Scale | None" = None,
     ) -> None:
         """Computes this thread block's tiles: those of `plan`, or of the whole product from `first_column` on.
+
+        With `scale` the products of each step are scaled and added up in float32 registers, for operands of 8 bits: the
+        tensor cores add float8 products with about 14 bits only, so a step of 128 is as far as they should go.
 
         `epilogue(consumer, i, j)` is called before the tile of block row i and block column j is computed, so that its
         loads run meanwhile. What it returns takes this consumer's rows of the tile, float32 [rows, width] per part.
@@ -241,17 +249,20 @@ class Gemm:
                     sums[0].wait(self.parts)
                     pl.when(n > 0)(lambda: pipeline.release(before + n - 1))
 
+                if scale is not None:
+                    finish(*self._scaled_sums(pipeline, scale, before, steps, warpgroup, where))
+                    return before + steps
                 loops: list[Any] = [(0, steps, step)]
                 if plan.prepare_last is not None:
                     most = jnp.maximum(steps - 1, 0)
                     loops = [(0, most, step), (most, steps, functools.partial(step, prepared=True))]
-                products = accumulate_in_loops(((rows, self.width),) * self.parts, loops)
+                sums = accumulate_in_loops(((rows, self.width),) * self.parts, loops)
                 last = before + steps - 1
                 if isinstance(steps, int):
                     pipeline.release(last)
                 else:
                     pl.when(steps > 0)(lambda: pipeline.release(last))
-                finish(*products)
+                finish(*sums)
                 return before + steps
 
             lax.fori_loop(0, plan.count, one_tile, jnp.int32(0))
@@ -284,6 +295,36 @@ class Gemm:
                 # The other thread blocks of the cluster arrive on these barriers, so this one must not end before.
                 for stage in range(self.stages):
                     pl.when(total > stage)(lambda stage=stage: plgpu.barrier_wait(pipeline.empty.at[stage]))
+
+    def _scaled_sums(
+        self, pipeline: Pipeline, scale: "Scale", before: Any, steps: Any, warpgroup: Any, where: tuple[Any, ...]
+    ) -> tuple[jax.Array, ...]:
+        """The sums over all steps of this consumer's rows, each step's products scaled: float32 [rows, width] per part."""
+        shape, own_rows = (self.rows, self.width), pl.ds(warpgroup * self.rows, self.rows)
+        integers = jnp.issubdtype(self.dtype, jnp.integer)
+
+        def step(n: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            apply = scale(warpgroup, n, *where)
+            stage = pipeline.wait(before + n)
+            a = pipeline.a.at[stage, own_rows]
+
+            def add(*sums: Accumulator) -> None:
+                for part, sum_ in enumerate(sums):
+                    b = pipeline.b.at[(stage, part) if self.parts > 1 else stage]
+                    sum_.add(a, transposed(b))  # [rows, width]
+
+            added = products((shape,) * self.parts, add, jnp.int32 if integers else jnp.float32)
+            pipeline.release(before + n)
+            pairs = zip(totals, added, strict=True)
+            return tuple(total + apply(part, x.astype(jnp.float32)) for part, (total, x) in enumerate(pairs))
+
+        zeros = tuple(tile_of_zeros(shape) for _ in range(self.parts))
+        return lax.fori_loop(0, steps, step, zeros)
+
+
+Scale = Callable[..., Callable[[int, jax.Array], jax.Array]]
+"""(consumer, step, *place) -> a function of a part's number and its products of that step, float32 [rows, width]. What it
+loads is on its way while the products are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)

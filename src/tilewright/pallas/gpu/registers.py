@@ -48,6 +48,12 @@ def load_along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False), shape, [1])
 
 
+def tile_of_zeros(shape: tuple[int, int]) -> jax.Array:
+    """float32 zeros in the layout of products."""
+    zeros = jnp.zeros(shape, jnp.float32)
+    return zeros if interpreted() else plgpu.layout_cast(zeros, WGMMA)
+
+
 def load_tile(ref: Any) -> jax.Array:
     """A tile from global memory in the layout of products, two adjacent columns at a time."""
     return plgpu.load(ref, layout=WGMMA, optimized=False)

@@ -41,7 +41,8 @@ class Accumulator:
         if self.ref is not None:
             plgpu.wgmma(self.ref, a, b)
             return
-        a, b = a[...].astype(jnp.float32), b[...].astype(jnp.float32)
+        dtype = self.value.dtype  # Integers are summed as integers.
+        a, b = a[...].astype(dtype), b[...].astype(dtype)
         # wgmma reads through the proxy that copies write through, so it needs no fence in between. A plain read does.
         plgpu.commit_smem()
         self.value = self.value + jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
@@ -65,13 +66,13 @@ def _plain(initial: Iterable[Any], add: Callable[..., tuple[Any, ...] | None]) -
     return *(accumulator.read() for accumulator in accumulators), *(returned or ())
 
 
-def _zeros(shapes: tuple[Shape, ...]) -> tuple[jax.Array, ...]:
-    return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+def _zeros(shapes: tuple[Shape, ...], dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
 
-def _scoped(shapes: tuple[Shape, ...], body: Callable[..., Any]) -> Any:
+def _scoped(shapes: tuple[Shape, ...], body: Callable[..., Any], dtype: Any = jnp.float32) -> Any:
     """Calls `body` with an accumulator of zeros in registers per shape."""
-    refs = (plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes)
+    refs = (plgpu.WGMMAAccumulatorRef(shape, dtype) for shape in shapes)
     return pl.run_scoped(lambda *refs: body(*map(Accumulator, refs)), *refs)
 
 
@@ -100,19 +101,21 @@ def accumulate(
     return tuple(results)
 
 
-def products(shapes: tuple[Shape, ...], add: Callable[..., tuple[Any, ...] | None]) -> tuple[Any, ...]:
+def products(
+    shapes: tuple[Shape, ...], add: Callable[..., tuple[Any, ...] | None], dtype: Any = jnp.float32
+) -> tuple[Any, ...]:
     """Sums of products that start from zero, once all are done: `add` issues them, given an accumulator per shape.
 
-    What `add` returns follows the sums.
+    What `add` returns follows the sums, which are float32, or int32 for products of integers.
     """
     if interpreted():
-        return _plain(_zeros(shapes), add)
+        return _plain(_zeros(shapes, dtype), add)
 
     def run(*sums: Accumulator) -> tuple[Any, ...]:
         returned = add(*sums)
         return *(sum_.ref[...] for sum_ in sums), *(returned or ())
 
-    return _scoped(shapes, run)
+    return _scoped(shapes, run, dtype)
 
 
 def product(shape: Shape, add: Callable[[Accumulator], None]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`grouped_matmul` on Hopper, forward and both gradients, of bfloat16 operands.
+"""`grouped_matmul` on Hopper: forward and both gradients of bfloat16 operands, and forward of operands of 8 bits.
 
     y_m = activation(x_m w_g)        dx_m = dz_m w_g^T        dw_g = sum over rows m of g of x_m^T dz_m
 
@@ -17,7 +17,8 @@ a zero times another group's infinity would not be zero. Groups without rows sto
 
 All sums are in one order: the same bits in every run.
 
-Quantised weights are dequantised by XLA to bfloat16 first, which rounds each of them once.
+Quantised weights with a float x are dequantised by XLA to bfloat16 first, which rounds each of them once. Two quantised
+operands are multiplied as in ops/matmul/pallas_gpu/sm90.py.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
 from tilewright.ops.grouped_matmul.xla import d_product, dequantized_weights
+from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_scales, scale_operands
 from tilewright.pallas.gpu.gemm import Gemm, Plan
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape, with_rows_past_end
 from tilewright.pallas.gpu.pipeline import Pipeline
@@ -45,6 +47,7 @@ from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store
 from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 _BLOCK_N, _STAGES, _BAND = 256, 4, 16
+_QUANTIZED_STAGES = 6
 # What the kernel reads of a tile's rows: their group, the first of them, and the end of the group.
 _GROUP, _START, _END = range(3)
 
@@ -72,6 +75,8 @@ def _rows_kernel(
     tiles_ref,  # [3, tiles]
     count_ref,  # [1]
     poison_ref,  # [1]
+    x_scales_ref,  # [KX, M], of quantised operands
+    w_scales_ref,  # [G, KS, parts, NS]
     # outputs
     y_ref,  # [M, n]
     z_ref,  # [M, parts, n]
@@ -101,6 +106,8 @@ def _rows_kernel(
     def sources(step: Any, group: Any, start: Any, end: Any, column: Any) -> tuple[Any, list[Any]]:
         depth, own = pl.ds(step * gemm.block_k, gemm.block_k), pl.ds(column * gemm.width, gemm.width)
         a = x_ref.at[pl.ds(start, gemm.block_m), depth]
+        if gemm.parts > 1 and gemm.b_transposed:
+            return a, [w_ref.at[group, part, own, depth] for part in range(gemm.parts)]
         if gemm.parts > 1:
             return a, [w_ref.at[group, depth, part, own] for part in range(gemm.parts)]
         return a, [w_ref.at[group, own, depth] if gemm.b_transposed else w_ref.at[group, depth, own]]
@@ -148,7 +155,13 @@ def _rows_kernel(
         sources=sources,
         steps=lambda group, start, end, column: jnp.where(group < groups, gemm.steps, 0),
     )
-    gemm.main_loop(x_ref, w_ref, pipeline, epilogue, plan=plan)
+
+    def scale(consumer: Any, step: Any, group: Any, start: Any, end: Any, column: Any) -> Any:
+        row = start + consumer * gemm.rows
+        return block_scale(gemm, x_scales_ref, w_scales_ref.at[group], step, row, column * gemm.width)
+
+    scaled = None if x_scales_ref is None else scale
+    gemm.main_loop(x_ref, w_ref, pipeline, epilogue, plan=plan, scale=scaled)
 
 
 def _dw_kernel(
@@ -244,13 +257,16 @@ def _multiply_rows(
     name: str,
     activation: str | None = None,
     bad: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     z_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """y [M, n], and z [M, parts, n] where `z_dtype` is given."""
     (m, n), depth, rows, columns = (gemm.m, gemm.n), gemm.block_k, gemm.block_m, gemm.width
     tiles, count = _row_tiles(starts, m, rows)
     x = with_rows_past_end(whole(aligned(x), depth), rows)
-    if gemm.parts > 1:
+    if gemm.parts > 1 and gemm.b_transposed:
+        w = whole(aligned(w), columns, depth)
+    elif gemm.parts > 1:
         w = whole(aligned(w, rows=1), depth, 1, columns)
     else:
         w = whole(aligned(w), *((columns, depth) if gemm.b_transposed else (depth, columns)))
@@ -264,6 +280,7 @@ def _multiply_rows(
             "tiles": tiles,
             "count": count,
             "poison": None if bad is None else bad.reshape(1),
+            **dict(zip(("x_scales", "w_scales"), scales or (None, None), strict=True)),
         },
         outputs={
             "y": jax.ShapeDtypeStruct(whole_shape((m_out, n_out), 1, columns), out_dtype),
@@ -281,27 +298,44 @@ def _rows_gemm(call: GroupedMatmulCall, launch: Launch, k: int, n: int, **option
     groups, m, _, _ = call.sizes
     config, parts = launch.config, options.get("parts", 1)
     most = (m // config.block_m + groups + 1) * pl.cdiv(n, config.block_n // parts)
-    return Gemm.of(config, launch.chip, m=m, n=n, k=k, dtype=jnp.bfloat16, most_tiles=most, **options)
+    return Gemm.of(config, launch.chip, m=m, n=n, k=k, most_tiles=most, **{"dtype": jnp.bfloat16, **options})
 
 
 def _forward_gemm(call: GroupedMatmulCall, launch: Launch) -> Gemm:
     _, _, k, n = call.sizes
-    return _rows_gemm(call, launch, k, n, parts=call.parts)
+    if call.x_scales is None:
+        return _rows_gemm(call, launch, k, n, parts=call.parts)
+    options = {"block_k": DEPTH, "b_transposed": True, "parts": call.parts, "dtype": call.x.dtype}
+    return _rows_gemm(call, launch, k, n, **options)
+
+
+def _operands(call: GroupedMatmulCall, gemm: Gemm) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """The matrices of the groups, and the scales of quantised operands."""
+    groups, _, k, n = call.sizes
+    if call.x_scales is None or call.w_scales is None:
+        w = dequantized_weights(call, jnp.bfloat16)
+        return w.reshape(groups, k, call.parts, n) if call.parts > 1 else w, None
+    # [G, P, N, K]: how float8 weights are stored, and a copy where they are not. 8 bits are read in no other order.
+    w = jnp.moveaxis(call.w, 1, 3)
+    x_scales, w_scales = scale_operands(gemm, call.x_scales, call.w_scales)
+    # A tile may begin at any row, and then reads scales past the end.
+    return w if call.parts > 1 else w[:, 0], (jnp.pad(x_scales, ((0, 0), (0, gemm.block_m))), w_scales)
 
 
 def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
-    groups, m, k, n = call.sizes
-    w = dequantized_weights(call, jnp.bfloat16)
+    m, gemm = call.x.shape[0], _forward_gemm(call, launch)
+    w, scales = _operands(call, gemm)
     return _multiply_rows(
-        _forward_gemm(call, launch),
+        gemm,
         call.x,
-        w.reshape(groups, k, call.parts, n) if call.parts > 1 else w,
+        w,
         group_starts(call.group_sizes, m),
         call.out_dtype,
         name="grouped_matmul_forward",
         activation=call.activation,
         bad=poison(call.group_sizes, m),
+        scales=scales,
         z_dtype=jnp.bfloat16 if save and call.activation is not None else None,
     )
 
@@ -336,6 +370,8 @@ def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array)
 
 
 def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
+    if call.x_scales is not None:  # Operands of 8 bits have no gradient.
+        return call.gradients()
     dz, starts = d_product(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
     for_x, for_w = _gradient_gemms(call, launch)
     w = dequantized_weights(call, jnp.bfloat16)
@@ -346,7 +382,11 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
 
 
 def _unsupported_reason(call: GroupedMatmulCall, launch: Launch) -> str | None:
-    return not_bfloat16(call.x, ("x", "w"))
+    if call.x_scales is None:
+        return not_bfloat16(call.x, ("x", "w"))
+    if call.w_dtype == "int4":
+        return "w is int4, and Hopper's tensor cores multiply 8 bits; use quantize(w, 'int8'), or implementation='xla'"
+    return refused_scales(call.x_scales, call.w_scales, call.w, call.x)
 
 
 def _forward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
@@ -371,8 +411,10 @@ def _block_m(call: GroupedMatmulCall) -> int:
 
 def _heuristic(chip: Chip, call: GroupedMatmulCall) -> GroupedMatmulSm90Forward:
     """The widest tile, and as many stages as fit beside what is staged."""
-    config = GroupedMatmulSm90Forward(_BLOCK_N, 2, _BAND, block_m=_block_m(call))
-    for stages in range(_STAGES, 1, -1):
+    # Scaled sums have registers of their own, so the tile is half as wide.
+    block_n, most = (_BLOCK_N, _STAGES) if call.x_scales is None else (DEPTH, _QUANTIZED_STAGES)
+    config = GroupedMatmulSm90Forward(block_n, 2, _BAND, block_m=_block_m(call))
+    for stages in range(most, 1, -1):
         config = dataclasses.replace(config, stages=stages)
         if max(_forward_memory(call, Launch(chip, config, None)).values()) <= (chip.smem_bytes or 0):
             break

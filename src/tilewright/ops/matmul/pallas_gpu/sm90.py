@@ -1,4 +1,4 @@
-"""`matmul` on Hopper, forward and both gradients, of bfloat16 operands.
+"""`matmul` on Hopper: forward and both gradients of bfloat16 operands, and forward of operands of 8 bits.
 
     y = activation(x w + bias) + residual        dx = dz w^T        dw = x^T dz
 
@@ -16,8 +16,12 @@ has a transposed copy. dz is computed by XLA from z and dy, one pass over memory
 Edges: no size needs to be whole blocks. Copies fill with zeros past the end of an array and do not write there. Arrays
 must be whole tiles of 8 rows of 128 bytes: an M that is no multiple of 8, or K and N of 64, cost padded copies.
 
-Quantised weights are dequantised by XLA to bfloat16 first, which rounds each of them once: for rows in the hundreds and
-more that is a small part of the time.
+Quantised weights with a float x are dequantised by XLA to bfloat16 first, which rounds each of them once: for rows in the
+hundreds and more that is a small part of the time.
+
+Two quantised operands, int8 or float8: a step has 128 of K, and its products are scaled and added up in float32 registers
+(`Gemm.main_loop`, `scale`), so a tile is 128 columns wide. Scales are read from the L2 cache while the products of their
+step are computed. w is read as [N, K], which is how float8 is stored by `quantize`; other layouts cost a transposed copy.
 """
 
 import dataclasses
@@ -35,6 +39,7 @@ from tilewright.ops.matmul.call import MatmulCall
 from tilewright.ops.matmul.config import MatmulSm90Backward, MatmulSm90Forward
 from tilewright.ops.matmul.xla import d_product, dequantized_weights
 from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_scales, scale_operands
 from tilewright.pallas.gpu.gemm import Gemm
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape
 from tilewright.pallas.gpu.pipeline import Pipeline
@@ -43,6 +48,7 @@ from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch
 from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 _BLOCK_N, _STAGES, _BAND, _CLUSTER = 256, 4, 16, 2
+_QUANTIZED_STAGES = 6
 
 
 def _kernel(
@@ -52,6 +58,8 @@ def _kernel(
     b_ref,  # [k, n], [k, parts, n], or [n, k]
     bias_ref,  # [parts, n] float32, n in whole blocks
     residual_ref,  # [m, n]
+    x_scales_ref,  # [KX, m], of quantised operands
+    w_scales_ref,  # [KS, parts, NS]
     # outputs
     y_ref,  # [m, n]
     z_ref,  # [m, parts, n]
@@ -88,7 +96,11 @@ def _kernel(
 
         return finish
 
-    gemm.main_loop(a_ref, b_ref, pipeline, epilogue)
+    def scale(consumer: Any, step: Any, i: Any, j: Any) -> Any:
+        row = (i * gemm.consumers + consumer) * gemm.rows
+        return block_scale(gemm, x_scales_ref, w_scales_ref, step, row, j * gemm.width)
+
+    gemm.main_loop(a_ref, b_ref, pipeline, epilogue, scale=None if x_scales_ref is None else scale)
 
 
 def _scratch(gemm: Gemm, y_dtype: Any, z_dtype: Any) -> dict[str, Any]:
@@ -112,13 +124,16 @@ def _multiply(
     activation: str | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     z_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """y [m, n], and z [m, parts, n] where `z_dtype` is given."""
     m, n, width = gemm.m, gemm.n, gemm.width
     depth, rows, columns = gemm.block_k, gemm.block_m, width
     a = whole(aligned(a), *((depth, rows) if gemm.a_transposed else (rows, depth)))
-    if gemm.parts > 1:
+    if gemm.parts > 1 and gemm.b_transposed:
+        b = whole(aligned(b), columns, depth)
+    elif gemm.parts > 1:
         b = whole(aligned(b, rows=0), depth, 1, columns)
     else:
         b = whole(aligned(b), *((columns, depth) if gemm.b_transposed else (depth, columns)))
@@ -133,6 +148,7 @@ def _multiply(
             "b": b,
             "bias": None if bias is None else padded(bias.astype(jnp.float32), 1, width),
             "residual": None if residual is None else whole(residual, rows, columns),
+            **dict(zip(("x_scales", "w_scales"), scales or (None, None), strict=True)),
         },
         outputs={
             "y": jax.ShapeDtypeStruct(y_shape, out_dtype),
@@ -145,7 +161,20 @@ def _multiply(
 
 def _forward_gemm(call: MatmulCall, launch: Launch) -> Gemm:
     m, k, n = call.sizes
-    return _gemm(launch, m, k, n, parts=call.parts)
+    if call.x_scales is None:
+        return _gemm(launch, m, k, n, parts=call.parts)
+    options = {"block_k": DEPTH, "b_transposed": True, "parts": call.parts}
+    return Gemm.of(launch.config, launch.chip, m=m, n=n, k=k, dtype=call.x.dtype, **options)
+
+
+def _operands(call: MatmulCall, gemm: Gemm) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """B, and the scales of quantised operands."""
+    if call.x_scales is None or call.w_scales is None:
+        w = dequantized_weights(call, jnp.bfloat16)
+        return w.reshape(gemm.k, gemm.parts, gemm.n) if gemm.parts > 1 else w, None
+    # [P, N, K]: how float8 weights are stored, and a copy where they are not. 8 bits are read in no other order.
+    w = jnp.moveaxis(call.w, 0, 2)
+    return w if gemm.parts > 1 else w[0], scale_operands(gemm, call.x_scales, call.w_scales)
 
 
 def _adds_residual(call: MatmulCall, gemm: Gemm) -> bool:
@@ -161,17 +190,18 @@ def _kernel_dtype(call: MatmulCall, gemm: Gemm) -> Any:
 def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
     gemm = _forward_gemm(call, launch)
-    w = dequantized_weights(call, jnp.bfloat16)
+    w, scales = _operands(call, gemm)
     fused = _adds_residual(call, gemm)
     y, z = _multiply(
         gemm,
         call.x,
-        w.reshape(gemm.k, gemm.parts, gemm.n) if gemm.parts > 1 else w,
+        w,
         _kernel_dtype(call, gemm),
         name="matmul_forward",
         activation=call.activation,
         bias=call.bias,
         residual=call.residual if fused else None,
+        scales=scales,
         z_dtype=jnp.bfloat16 if save and call.activation is not None else None,
     )
     if call.residual is not None and not fused:
@@ -188,6 +218,8 @@ def _gradient_gemms(call: MatmulCall, launch: Launch) -> tuple[Gemm, Gemm]:
 
 def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> MatmulCall:
     dz = d_product(call, saved, dy)
+    if call.x_scales is not None:  # Operands of 8 bits have no gradient.
+        return _epilogue_gradients(call, dz, dy)
     for_x, for_w = _gradient_gemms(call, launch)
     rounded = dz.reshape(dz.shape[0], -1).astype(jnp.bfloat16)
     w = dequantized_weights(call, jnp.bfloat16)
@@ -195,6 +227,10 @@ def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> Ma
     if call.w_scales is None:
         dw, _ = _multiply(for_w, call.x, rounded, jnp.bfloat16, name="matmul_dw")
         gradients["w"] = dw.reshape(call.w.shape)
+    return _epilogue_gradients(call, dz, dy, **gradients)
+
+
+def _epilogue_gradients(call: MatmulCall, dz: jax.Array, dy: jax.Array, **gradients: Any) -> MatmulCall:
     if call.bias is not None:
         gradients["bias"] = jnp.sum(dz, axis=0)
     if call.residual is not None:
@@ -203,7 +239,11 @@ def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> Ma
 
 
 def _unsupported_reason(call: MatmulCall, launch: Launch) -> str | None:
-    return not_bfloat16(call.x, ("x", "w"))
+    if call.x_scales is None:
+        return not_bfloat16(call.x, ("x", "w"))
+    if call.w_dtype == "int4":
+        return "w is int4, and Hopper's tensor cores multiply 8 bits; use quantize(w, 'int8'), or implementation='xla'"
+    return refused_scales(call.x_scales, call.w_scales, call.w, call.x)
 
 
 def _forward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
@@ -221,8 +261,10 @@ def _heuristic(chip: Chip, call: MatmulCall) -> MatmulSm90Forward:
     """The widest tile, and as many stages as fit beside what is staged."""
     m, _, _ = call.sizes
     block_m = 64 if m <= 64 else 128
-    config = MatmulSm90Forward(_BLOCK_N, 2, _BAND, block_m=block_m, cluster=_CLUSTER)
-    for stages in range(_STAGES, 1, -1):
+    # Scaled sums have registers of their own, so the tile is half as wide.
+    block_n, most = (_BLOCK_N, _STAGES) if call.x_scales is None else (DEPTH, _QUANTIZED_STAGES)
+    config = MatmulSm90Forward(block_n, 2, _BAND, block_m=block_m, cluster=_CLUSTER)
+    for stages in range(most, 1, -1):
         config = dataclasses.replace(config, stages=stages)
         if max(_forward_memory(call, Launch(chip, config, None)).values()) <= (chip.smem_bytes or 0):
             break

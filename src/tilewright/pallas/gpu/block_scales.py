@@ -1,0 +1,59 @@
+"""Products of quantised operands on Hopper: what their scales may be, and how a tile's products are multiplied by them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.gemm import Gemm
+from tilewright.pallas.gpu.registers import along_rows, load_along_columns, load_row_vector
+
+DEPTH = 128
+"""Values of the contracted axis that share a scale, and that a step of the main loop has."""
+
+
+def refused_scales(x_scales: Any, w_scales: Any, w: Any, x: Any) -> str | None:
+    """Why operands cannot be multiplied here; or None. `w_scales` are [..., KS, P, NS], `w` is [..., K, P, N]."""
+    steps, n = -(-x.shape[-1] // DEPTH), w.shape[-1]
+    use = "use quantize(x, dtype, block=(1, 128)) and quantize(w, dtype, block=(128, 128)), or implementation='xla'"
+    if x.dtype != w.dtype:
+        return f"x is {x.dtype.name} and w is {w.dtype.name}, and the tensor cores multiply one kind at a time; {use}"
+    if x_scales.shape[-1] not in (1, steps) or w_scales.shape[-3] not in (1, steps):
+        return f"it takes scales per {DEPTH} of K, or one for all of K; {use}"
+    if w_scales.shape[-1] not in (n, n // DEPTH if n % DEPTH == 0 else n):
+        return f"it takes scales of w per column, or per {DEPTH} columns; {use}"
+    return None
+
+
+def scale_operands(gemm: Gemm, x_scales: jax.Array, w_scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scales as the kernel reads them: x's [KX, M] in whole blocks, and w's with N in whole blocks, or 128ths of it."""
+    x_scales = padded(x_scales.T, 1, gemm.block_m)
+    per_column = w_scales.shape[-1] == gemm.n
+    return x_scales, padded(w_scales, w_scales.ndim - 1, gemm.width) if per_column else w_scales
+
+
+def block_scale(gemm: Gemm, x_scales_ref: Any, w_scales_ref: Any, step: Any, row: Any, column: Any) -> Any:
+    """A function that multiplies the products of one step by their scales, as `Gemm.main_loop` takes it.
+
+    `row` and `column` are those of the tile; w_scales_ref is [KS, P, NS]. All loads are issued here.
+    """
+    shape = (gemm.rows, gemm.width)
+    x_step = step if x_scales_ref.shape[0] > 1 else 0
+    w_step = step if w_scales_ref.shape[0] > 1 else 0
+    of_rows = load_row_vector(x_scales_ref.at[x_step, pl.ds(row, gemm.rows)])
+    if w_scales_ref.shape[-1] >= gemm.n:  # One per column.
+        of_columns = [
+            load_along_columns(w_scales_ref.at[w_step, part, pl.ds(column, gemm.width)], shape)
+            for part in range(gemm.parts)
+        ]
+    else:
+        block = lax.div(column, jnp.int32(DEPTH))
+        of_columns = [w_scales_ref[w_step, part, block] for part in range(gemm.parts)]
+
+    def apply(part: int, x: jax.Array) -> jax.Array:
+        return x * along_rows(of_rows, shape) * of_columns[part]
+
+    return apply

@@ -122,6 +122,21 @@ def test_a_sharded_checkpoint(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, again.weights, model.weights)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_on_a_mesh(family: str) -> None:
+    """Sharded over heads, hidden channels, experts and the vocabulary: the same logits."""
+    _, golden = held(family)
+    mesh = jax.make_mesh((2, 2), ("tensor", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model = models.load(GOLDEN / family, dtype="float32", mesh=mesh)
+    assert model.weights.head.sharding.spec == jax.sharding.PartitionSpec(None, "tensor")
+    leaves = jax.tree.leaves(model.weights.runs)
+    assert any("tensor" in leaf.sharding.spec for leaf in leaves)
+    if "moe" in family or family in ("qwen3_next", "kimi_linear"):
+        assert any("expert" in leaf.sharding.spec for leaf in leaves)
+    np.testing.assert_allclose(model(golden["input_ids"]), golden["logits"], rtol=0, atol=TOLERANCE)
+
+
 def test_runs_of_hybrids() -> None:
     """Layers that repeat are scanned together, whatever their period."""
 

@@ -131,7 +131,7 @@ class Attention(Layer[AttentionWeights]):
             "q_proj": linear("q_proj", d, queries, self.num_heads),
             "k_proj": linear("k_proj", d, values, self.num_kv_heads),
             "v_proj": linear("v_proj", d, values, self.num_kv_heads),
-            "o_proj": linear("o_proj", queries, d),
+            "o_proj": linear("o_proj", queries, d, axes=("heads", "embed")),
             **{name: norm(name, self.head_dim, 1.0 - self.norm_offset) for name in norms},
             **({"gate_proj": linear("q_proj", d, queries, self.num_heads)} if self.gated else {}),
         }

@@ -83,7 +83,7 @@ class DeltaLayer[W](Layer[W]):
             },
             "beta_proj": linear("b_proj", self.d_model, heads.value_heads, heads.value_heads),
             "norm": norm("o_norm", heads.value_dim),
-            "o_proj": linear("o_proj", heads.values, self.d_model),
+            "o_proj": linear("o_proj", heads.values, self.d_model, axes=("heads", "embed")),
         }
 
     def initial_state(
@@ -188,7 +188,7 @@ def _convolution(name: str, width: int, channels: int) -> Parameter:
     def draw(key: PRNGKeyArray, shape: tuple[int, ...]) -> jax.Array:
         return jax.random.uniform(key, shape, jnp.float32, -(width**-0.5), width**-0.5)
 
-    return Parameter((width, channels), draw, f"{name}.weight", transposed=True)
+    return Parameter((width, channels), draw, f"{name}.weight", transposed=True, axes=(None, "heads"))
 
 
 def decay_parameters(heads: int, *per_head: int) -> dict[str, Parameter]:

@@ -36,15 +36,19 @@ class Parameter:
     """Whether it is float32 whatever the dtype of the others."""
     heads: int = 1
     """The number of heads along its last axis, which a mesh axis of tensor parallelism has to divide."""
+    axes: tuple[str | None, ...] = ()
+    """What its axes are, for sharding: "embed" (the model's width), "heads", "mlp" (hidden channels), "experts", or None.
+    Empty: none of its axes is sharded."""
 
 
-def linear(name: str, d_in: int, d_out: int, heads: int = 1) -> Parameter:
+def linear(name: str, d_in: int, d_out: int, heads: int = 1, axes: tuple[str | None, ...] | None = None) -> Parameter:
     """A projection [d_in, d_out]: normal, with a deviation of d_in ** -0.5, which keeps the variance per channel."""
+    axes = ("embed", "heads" if heads > 1 else None) if axes is None else axes
 
     def draw(key: PRNGKeyArray, shape: tuple[int, ...]) -> jax.Array:
         return d_in**-0.5 * jax.random.normal(key, shape, jnp.float32)
 
-    return Parameter((d_in, d_out), draw, f"{name}.weight", transposed=True, heads=heads)
+    return Parameter((d_in, d_out), draw, f"{name}.weight", transposed=True, heads=heads, axes=axes)
 
 
 def norm(name: str, channels: int, value: float = 1.0) -> Parameter:

@@ -79,7 +79,7 @@ class LatentAttention(Layer[LatentAttentionWeights]):
             "kv_down": linear("kv_a_proj_with_mqa", d, r + self.shared_key_dim),
             "kv_norm": norm("kv_a_layernorm", r),
             "kv_up": linear("kv_b_proj", r, h * (self.key_dim + self.value_dim), h),
-            "o_proj": linear("o_proj", h * self.value_dim, d),
+            "o_proj": linear("o_proj", h * self.value_dim, d, axes=("heads", "embed")),
         }
 
     def initial_state(self, batch: int, *, capacity: int, dtype: Any = jnp.float32) -> LatentState:

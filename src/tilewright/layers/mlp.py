@@ -44,8 +44,8 @@ class MLP(Layer[MLPWeights]):
             return d**-0.5 * jax.random.normal(key, shape, jnp.float32)
 
         return {
-            "gate_up": Parameter((d, 2, f), draw, "gate_proj.weight"),
-            "down": linear("down_proj", f, d),
+            "gate_up": Parameter((d, 2, f), draw, "gate_proj.weight", axes=("embed", None, "mlp")),
+            "down": linear("down_proj", f, d, axes=("mlp", "embed")),
         }
 
     def unpacked(self, checkpoint: Tensors) -> dict[str, jax.Array]:

@@ -118,14 +118,14 @@ class MoE(Layer[MoEWeights]):
         d, e, f, s = self.d_model, self.num_experts, self.expert_dim, self.shared_dim
         declared = {
             "router": linear("gate", d, e),
-            "gate_up": _product("experts.gate_up_proj", (e, d, 2, f), d),
-            "down": _product("experts.down_proj", (e, f, d), f),
+            "gate_up": _product("experts.gate_up_proj", (e, d, 2, f), d, ("experts", "embed", None, "mlp")),
+            "down": _product("experts.down_proj", (e, f, d), f, ("experts", "mlp", "embed")),
         }
         if self.selection_bias:
             declared["bias"] = Parameter((e,), 0.0, "gate.e_score_correction_bias", float32=True)
         if s:
-            declared["shared_gate_up"] = _product("shared_expert.gate_up_proj", (d, 2, s), d)
-            declared["shared_down"] = _product("shared_expert.down_proj", (s, d), s)
+            declared["shared_gate_up"] = _product("shared_expert.gate_up_proj", (d, 2, s), d, ("embed", None, "mlp"))
+            declared["shared_down"] = _product("shared_expert.down_proj", (s, d), s, ("mlp", "embed"))
         if self.shared_gate:
             declared["shared_gate"] = linear("shared_expert_gate", d, 1)
         return declared
@@ -177,7 +177,9 @@ class MoE(Layer[MoEWeights]):
 
         for name in self.packed_fields:
             if isinstance(getattr(weights, name), QuantizedArray):
-                raise ValueError(f"weights.{name} is quantised, and a checkpoint has no name for that; save float weights")
+                raise ValueError(
+                    f"weights.{name} is quantised, and a checkpoint has no name for that; save float weights"
+                )
         tensors: dict[str, jax.Array] = {}
         for number in range(self.num_experts):
             tensors |= expert(f"experts.{number}", weights.gate_up[number], weights.down[number], names)
@@ -315,13 +317,13 @@ class MoE(Layer[MoEWeights]):
         return (y.astype(gate.dtype) * gate).astype(y.dtype)
 
 
-def _product(name: str, shape: tuple[int, ...], d_in: int) -> Parameter:
+def _product(name: str, shape: tuple[int, ...], d_in: int, axes: tuple[str | None, ...]) -> Parameter:
     """The weights of a product over d_in channels: normal, with a deviation of d_in ** -0.5, as `linear` has it."""
 
     def draw(key: PRNGKeyArray, shape: tuple[int, ...]) -> jax.Array:
         return d_in**-0.5 * jax.random.normal(key, shape, jnp.float32)
 
-    return Parameter(shape, draw, name)
+    return Parameter(shape, draw, name, axes=axes)
 
 
 def _logits(rows: jax.Array, w: jax.Array) -> jax.Array:

@@ -87,7 +87,7 @@ class Qwen3NextGatedDeltaNet(DeltaLayer[Qwen3NextGatedDeltaNetWeights]):
             **decay_parameters(heads.value_heads),
             "gate_proj": linear("in_proj_qkvz", d, heads.values, heads.value_heads),
             "norm": norm("norm", heads.value_dim),
-            "o_proj": linear("out_proj", heads.values, d),
+            "o_proj": linear("out_proj", heads.values, d, axes=("heads", "embed")),
         }
 
     def unpacked(self, checkpoint: Tensors) -> dict[str, jax.Array]:

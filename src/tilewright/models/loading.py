@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.core.quantized import LARGEST
+from tilewright.core.quantized import LARGEST, QuantizedArray
 from tilewright.layers.layer import Layer
 from tilewright.models import kimi_linear, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from tilewright.models.architecture import Architecture, Block, BlockWeights, ModelWeights, Run
 from tilewright.models.checkpoint import Checkpoint, CheckpointError
 from tilewright.models.config import Config
 from tilewright.models.model import Model
+from tilewright.models.sharding import sharding
 
 _FAMILIES = {
     "qwen3": qwen3,
@@ -105,6 +106,18 @@ def _put(stack: Any, weights: Any, at: jax.Array) -> Any:
     return jax.tree.map(lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own, at, 0), stack, weights)
 
 
+def _axes(layer: Layer[Any], weights: Any) -> Any:
+    """The axes of each leaf of a layer's weights, in their structure. Quantised ones are on every device."""
+    parameters = layer.parameters()
+    named = {
+        name: jax.tree.map(
+            lambda _, name=name, value=value: () if isinstance(value, QuantizedArray) else parameters[name].axes, value
+        )
+        for name, value in vars(weights).items()
+    }
+    return type(weights)(**named)
+
+
 class _Loader:
     def __init__(self, architecture: Architecture, checkpoint: Checkpoint, dtype: Any, quantize: str | None, mesh: Any):
         self._architecture, self._checkpoint = architecture, checkpoint
@@ -115,13 +128,30 @@ class _Loader:
         d, vocabulary = architecture.d_model, architecture.vocab_size
         head = None
         if not architecture.tied:
-            head = self._tensor(architecture.head_name, (vocabulary, d)).T
+            head = self._placed(self._tensor(architecture.head_name, (vocabulary, d)).T, ("embed", "vocab"))
         return ModelWeights(
-            embedding=self._tensor(f"{prefix}embed_tokens.weight", (vocabulary, d)),
+            embedding=self._placed(self._tensor(f"{prefix}embed_tokens.weight", (vocabulary, d)), ("vocab", "embed")),
             runs=tuple(self._run(run) for run in architecture.runs),
-            norm=self._tensor(f"{prefix}norm.weight", (d,)),
+            norm=self._placed(self._tensor(f"{prefix}norm.weight", (d,)), ()),
             head=head,
         )
+
+    def _placed(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        return x if self._mesh is None else jax.device_put(x, sharding(self._mesh, axes, x.shape))
+
+    def _zeros(self, count: int, block: Block, own: BlockWeights) -> BlockWeights:
+        """Stacked weights to be filled, each where it belongs on the mesh."""
+        axes = BlockWeights((), _axes(block.mixer, own.mixer), (), _axes(block.mlp, own.mlp))
+
+        def zeros(leaf: Any, axes: Any) -> jax.Array:
+            made = jnp.zeros((count, *leaf.shape), leaf.dtype)
+            if self._mesh is None:
+                return made
+            return jax.device_put(made, sharding(self._mesh, axes, leaf.shape, stacked=True))
+
+        leaves, structure = jax.tree.flatten(own)
+        of_leaves = jax.tree.leaves(axes, is_leaf=lambda axes: isinstance(axes, tuple))
+        return jax.tree.unflatten(structure, map(zeros, leaves, of_leaves))
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         if name not in self._checkpoint:
@@ -137,7 +167,7 @@ class _Loader:
             for position, block in enumerate(run.pattern):
                 own = self._block(block, run.layer(repeat, position))
                 if stacks[position] is None:
-                    stacks[position] = jax.tree.map(lambda leaf: jnp.zeros((run.count, *leaf.shape), leaf.dtype), own)
+                    stacks[position] = self._zeros(run.count, block, own)
                 stacks[position] = _put(stacks[position], own, jnp.int32(repeat))
         return tuple(stacks)
 

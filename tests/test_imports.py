@@ -60,7 +60,7 @@ def test_no_import_cycles() -> None:
 def test_the_library_depends_on_jax_jaxtyping_and_numpy() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert [name.partition(">")[0] for name in project["dependencies"]] == ["jax", "jaxtyping", "numpy"]
-    assert set(project["optional-dependencies"]) == {"bench", "models", "tpu", "gpu", "aot", "sky", "ray"}
+    assert set(project["optional-dependencies"]) == {"bench", "models", "wandb", "tpu", "gpu", "aot", "sky", "ray"}
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ class OpContract(Composition):
 
     op_name: str
     shares_code_with: str | None = None
-    """Another op with the same kernels and plain code. Its properties are in the default tier; this op's are slow."""
+    """Another op with the same kernels and plain code. Its properties are in the default tier; this op's are slow, and
+    those that test the wrapper do not run in interpreters."""
     default_case: str | None = None
     """The small case that each implementation runs in the default tier; None for the first."""
     not_taken: frozenset[tuple[str, str]] = frozenset()
@@ -178,7 +179,10 @@ class OpContract(Composition):
                 "interpreted": interpreted,
                 "kernel": implementation in KERNEL_PLATFORM,
             }[scope]
-            if not included or (metafunc.function.__name__ in NOT_INTERPRETED and _by_callbacks(implementation)):
+            name = metafunc.function.__name__
+            if not included or (name in NOT_INTERPRETED and _by_callbacks(implementation)):
+                continue
+            if interpreted and self.shares_code_with is not None and name in INTERPRETED_ONCE:
                 continue
             taken = self.dtypes(implementation)
             for number, case in enumerate(self.small_cases() if "case" in asked else [self.first_case()]):
@@ -580,6 +584,10 @@ def _floating(x: Any) -> bool:
 # Tests that the only interpreter there is for GPU kernels cannot run: jax.checkpoint does not take its callbacks, and those
 # of several devices wait for each other.
 NOT_INTERPRETED = ("test_remat", "test_shard_map")
+
+
+# Tests of the wrapper rather than of a kernel, slow in an interpreter: of kernels that several ops share, one op runs them.
+INTERPRETED_ONCE = ("test_shard_map", "test_nested_vmap_of_shared_arrays", "test_vmap", "test_remat")
 
 
 def _by_callbacks(implementation: str) -> bool:

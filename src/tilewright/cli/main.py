@@ -8,12 +8,14 @@ from rich.markup import escape
 from tilewright.cli.bench import bench
 from tilewright.cli.check import check
 from tilewright.cli.compile import compile_verb
+from tilewright.cli.generate import generate
 from tilewright.cli.ops import ops
 from tilewright.cli.remote import app as remote
 from tilewright.cli.run import run
 from tilewright.cli.scaffold import scaffold
 from tilewright.cli.screen import as_mistake, console
 from tilewright.cli.tables import tables
+from tilewright.cli.train import train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +37,10 @@ libraries' kernels on the same inputs: `tilewright bench kda --against fla`
 
 **Write** the tables of the documentation from the records of measurements: `tilewright tables`
 
+**Generate** text from a checkpoint: `tilewright generate Qwen3-0.6B --prompt "Once upon a time"`
+
+**Train** a language model, or fine-tune one: `tilewright train examples/tiny_hybrid.toml`
+
 **Run** any command here, on a rented TPU or GPU, or on a Ray cluster: `tilewright run --on sky:mine -- COMMAND`
 
 **Rent**, watch and release machines: `tilewright remote --help`
@@ -49,6 +55,8 @@ app.command("bench")(bench)
 app.command("compile")(compile_verb)
 app.command("new")(scaffold)
 app.command("tables")(tables)
+app.command("generate")(generate)
+app.command("train")(train)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(remote, name="remote")
 

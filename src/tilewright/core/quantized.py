@@ -123,6 +123,8 @@ def quantize(
         raise ValueError(f"dtype={name!r} is not a dtype to quantise to; use one of {', '.join(map(repr, LARGEST))}")
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {shown(x)}; it must be [..., R, C] of a floating dtype: x.astype(jnp.float32)")
+    if layout not in (None, "row_major", "column_major"):
+        raise ValueError(f"layout={layout!r} is not a layout; use 'row_major', 'column_major', or None")
     sizes = _block_sizes(x.shape[-2:], block)
     if name == "int4" and x.shape[-2] % 2:
         raise ValueError(f"x is {shown(x)}; int4 stores two rows per byte, so its rows must be even: pad x by a row")
@@ -164,16 +166,19 @@ def _block_sizes(shape: tuple[int, ...], block: Any) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+def _ragged(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Whether scales of this shape do not divide values of that one into blocks."""
+    if len(scales) != len(shape) or scales[:-2] != shape[:-2]:
+        return True
+    return any(size % n if n else size for size, n in zip(shape[-2:], scales[-2:], strict=True))
+
+
 def check_scales(name: str, x: QuantizedArray) -> None:
     """Raises where the scales of an argument do not divide its values into blocks."""
     shape, scales = x.shape, x.scales.shape
     if x.dtype not in LARGEST:
         raise ValueError(f"{name} has dtype {x.dtype!r}; use one of {', '.join(map(repr, LARGEST))}")
-    if (
-        len(scales) != len(shape)
-        or scales[:-2] != shape[:-2]
-        or any(n < 1 or size % n for size, n in zip(shape[-2:], scales[-2:], strict=True))
-    ):
+    if _ragged(shape, scales):
         raise ValueError(
             f"{name} has shape {list(shape)} and scales of shape {list(scales)}; each of the last two axes of the scales "
             f"must divide that of the values, and the others be equal: use tilewright.quantize"
@@ -212,6 +217,15 @@ def check_operands(x: Any, w: Any) -> None:
     if 1 < x.scales.shape[-1] != w.scales.shape[-2] > 1:
         raise ValueError(
             f"x has a scale per {x.block[1]} of K and w per {w.block[0]}; they must be equal, or one of them be all of K"
+        )
+
+
+def check_parts(w: QuantizedArray, parts: int) -> None:
+    """Raises where a block of scales has columns of two parts of w, such as gates and values."""
+    if w.scales.shape[-1] > 1 and w.scales.shape[-1] % parts:
+        raise ValueError(
+            f"w has {w.shape[-1]} columns in blocks of {w.block[1]}, of which one has gates and values both; quantise it "
+            f"with blocks that divide its {w.shape[-1] // parts} gates, such as block=({w.block[0]}, 1)"
         )
 
 

@@ -260,6 +260,13 @@ class Layer[W]:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
 
 
+def _same_axes(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor has these axes, but for those of 1, or with the first few of them as one."""
+    merged = [(math.prod(wanted[:count]), *wanted[count:]) for count in range(1, len(wanted) + 1)]
+    without = [tuple(size for size in shape if size != 1) for shape in (found, wanted, *merged)]
+    return without[0] in without[1:]
+
+
 class Tensors:
     """The tensors of one layer in a checkpoint: those whose names start with `prefix`."""
 
@@ -272,14 +279,14 @@ class Tensors:
         return self._prefix + name in self._tensors
 
     def array(self, name: str, shape: tuple[int, ...]) -> jax.Array:
-        """The tensor of that name, reshaped. It must have as many elements as `shape`."""
+        """The tensor of that name, reshaped: axes of 1 are added or dropped, and its first axis is split into several."""
         full = self._prefix + name
         if full not in self._tensors:
             near = sorted(key for key in self._tensors if key.startswith(self._prefix))
             there = ", ".join(near) if near else f"none; names look like {next(iter(self._tensors), 'nothing')!r}"
             raise ValueError(f"tensors has no {full!r}; with prefix={self._prefix!r} it has {there}")
         tensor = jnp.asarray(self._tensors[full])
-        if tensor.size != math.prod(shape):
+        if not _same_axes(tensor.shape, shape):
             raise ValueError(
                 f"{full} has shape {list(tensor.shape)} and this layer needs {list(shape)}; give the layer the sizes of "
                 f"the checkpoint's config.json"

@@ -142,7 +142,8 @@ def hidden_states(
     each repeat of a pattern, or None to keep everything.
     """
     # An id outside of the vocabulary gives NaN, never another token's embedding.
-    x = jnp.take(weights.embedding, ids, axis=0, mode="fill", fill_value=jnp.nan)  # [B, T, D]
+    outside = jnp.where(ids < 0, architecture.vocab_size, ids)  # JAX would count negative ones from the end.
+    x = jnp.take(weights.embedding, outside, axis=0, mode="fill", fill_value=jnp.nan)  # [B, T, D]
     after, routings = [], []
     for number, run in enumerate(architecture.runs):
 

@@ -49,16 +49,16 @@ class SafetensorsFile:
                 head = file.read(_LENGTH.size)
                 length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
                 if not 0 < length <= min(size, _LARGEST_HEADER):
-                    raise CheckpointError(
-                        f"{path} is not a safetensors file, or is cut off: its header is {length} bytes"
-                    )
+                    raise CheckpointError(f"{path} is not a safetensors file, or is cut off: it has {size} bytes")
                 header = json.loads(file.read(length))
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist; the index names it: download the whole checkpoint") from None
+            raise CheckpointError(f"{path} does not exist; download the whole checkpoint") from None
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path} is not a safetensors file: its header is a {type(header).__name__}")
         self._start = _LENGTH.size + length
         self.tensors: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}
         for name, entry in header.items():
@@ -69,7 +69,10 @@ class SafetensorsFile:
 
     def _entry(self, name: str, entry: Any, size: int) -> tuple[np.dtype, tuple[int, ...], int]:
         try:
-            dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+            begin, end = map(int, entry["data_offsets"])
+            if any(size < 0 for size in shape):
+                raise ValueError
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{self.path}: the header's entry for {name!r} is {entry!r}, which is no tensor"

@@ -20,6 +20,8 @@ class Config:
     @staticmethod
     def read(folder: Path) -> "Config":
         path = folder / "config.json"
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; pass the one that has config.json and safetensors")
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError:
@@ -48,6 +50,13 @@ class Config:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(f"{self.path}: {keys[0]}={value!r} must be a positive integer")
         return value
+
+    def number(self, key: str) -> float:
+        """A positive number."""
+        value = self.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise CheckpointError(f"{self.path}: {key}={value!r} must be a positive number")
+        return float(value)
 
     @property
     def model_type(self) -> str:

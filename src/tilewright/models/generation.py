@@ -36,7 +36,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature} must be 0 (the most probable token) or more")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+        if self.top_k is not None and (not isinstance(self.top_k, int | np.integer) or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k!r} must be a positive integer, or None")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1], or None")
@@ -153,6 +153,8 @@ class Prefix:
     def load(path: str | Path, model: Any) -> "Prefix":
         """The prefix that `save` wrote, for the same model."""
         file = checkpoint.SafetensorsFile(Path(path))
+        if not {"ids", "logits"} <= set(file.tensors):
+            raise checkpoint.CheckpointError(f"{path} is not a prefix that Prefix.save wrote")
         logits = jnp.asarray(file.read("logits"))
         sizes = {shape[2] for name, (_, shape, _) in file.tensors.items() if name.endswith(_CACHES)}
         states = jax.eval_shape(lambda: initial_states(model.architecture, 1, min(sizes, default=1), model.dtype))
@@ -176,15 +178,18 @@ def _leaves(states: Any) -> list[tuple[str, Any]]:
 
 def read_prefix(model: Any, ids: Sequence[int], capacity: int, prefix: Prefix | None = None) -> Prefix:
     """What the model knows after `ids`, or after a prefix and `ids`, with caches for `capacity` tokens."""
-    tokens = np.asarray(ids, np.int32).reshape(-1)
+    tokens = np.asarray(ids)
     before = 0 if prefix is None else len(prefix.ids)
+    if prefix is not None and prefix.capacity not in (None, capacity):
+        raise ValueError(f"prefix has room for {prefix.capacity} tokens and capacity={capacity}; they must be equal")
     if not tokens.size:
         if prefix is None:
             raise ValueError("a prompt is empty; give it at least one token, such as the model's bos_token_id")
         return prefix
+    if tokens.ndim != 1:
+        raise ValueError(f"a prompt has shape {list(tokens.shape)}; it must be one list of ids")
     checked_ids(tokens[None], model.architecture.vocab_size)
-    if prefix is not None and prefix.capacity not in (None, capacity):
-        raise ValueError(f"prefix has room for {prefix.capacity} tokens and capacity={capacity}; they must be equal")
+    tokens = tokens.astype(np.int32)
     if before + tokens.size > capacity:
         raise ValueError(
             f"a prompt of {before + tokens.size} tokens does not fit a cache for {capacity}; use capacity="
@@ -259,6 +264,8 @@ class Batch:
 
     def leave(self, row: int) -> np.ndarray:
         """Frees a row and returns its prompt and tokens."""
+        if row not in self._ids:
+            raise ValueError(f"row {row} is free; those that are taken are {sorted(self._ids)}")
         return np.asarray(self._ids.pop(row))
 
 
@@ -273,8 +280,11 @@ def generate(
     capacity: int | None = None,
 ) -> Any:
     """See `Model.generate`."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be 0 or more")
+    if not isinstance(max_new_tokens, int | np.integer) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer, 0 or more")
+    max_new_tokens = int(max_new_tokens)
+    if not len(input_ids):
+        raise ValueError("input_ids is empty; give at least one prompt of at least one token")
     rectangular = not isinstance(input_ids, list | tuple) or len({np.size(row) for row in input_ids}) == 1
     prompts = (
         [np.atleast_1d(np.asarray(row)) for row in np.atleast_2d(input_ids)]

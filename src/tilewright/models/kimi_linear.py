@@ -42,7 +42,7 @@ def _kda(config: Config) -> KimiDeltaAttention:
         head_dim=inner.count("linear_head_dim", "head_dim"),
         conv_width=inner.get("linear_conv_kernel_dim", "short_conv_kernel_size", default=4),
         lower_bound=config.get("gate_lower_bound", default=None),
-        eps=config.get("rms_norm_eps"),
+        eps=config.number("rms_norm_eps"),
     )
 
 
@@ -80,7 +80,7 @@ def _experts(config: Config) -> MoE:
 
 def architecture(config: Config) -> Architecture:
     config.refuse("hidden_act", "silu")
-    d, eps, sparse = config.count("hidden_size"), config.get("rms_norm_eps"), _is_sparse(config)
+    d, eps, sparse = config.count("hidden_size"), config.number("rms_norm_eps"), _is_sparse(config)
     kda, latent, dense = (
         _kda(config),
         _latent_attention(config),

@@ -30,13 +30,23 @@ _FAMILIES = {
 _DTYPES = ("float32", "bfloat16")
 
 
+def _check_dtype(dtype: Any) -> None:
+    if getattr(dtype, "__name__", str(dtype)) not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be 'bfloat16' or 'float32'")
+
+
 def architecture_of(config: Config) -> Architecture:
     """The architecture that a config.json describes."""
     family = _FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(_FAMILIES)
         raise CheckpointError(f"{config.path}: model_type={config.model_type!r} is not known; known are {known}")
-    return family.architecture(config)
+    try:
+        return family.architecture(config)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{config.path} describes no {config.model_type}: {error}") from error
 
 
 def load(path: str | Path, dtype: str = "bfloat16", quantize: str | None = None, mesh: Any = None) -> Model:
@@ -56,8 +66,7 @@ def load(path: str | Path, dtype: str = "bfloat16", quantize: str | None = None,
     Returns:
       a `Model`.
     """
-    if jnp.dtype(dtype).name not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} must be 'bfloat16' or 'float32'")
+    _check_dtype(dtype)
     if quantize is not None and quantize not in LARGEST:
         raise ValueError(f"quantize={quantize!r} must be one of {', '.join(map(repr, LARGEST))}, or None")
     folder = Path(path)
@@ -78,6 +87,7 @@ def load(path: str | Path, dtype: str = "bfloat16", quantize: str | None = None,
 
 def init(config: dict[str, Any] | str | Path, key: jax.Array, dtype: str = "bfloat16") -> Model:
     """A model with random weights, from the values of a config.json or the folder that has one."""
+    _check_dtype(dtype)
     read = Config(config) if isinstance(config, dict) else Config.read(Path(config))
     architecture = architecture_of(read)
     d, vocabulary = architecture.d_model, architecture.vocab_size

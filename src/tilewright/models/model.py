@@ -97,7 +97,6 @@ class Model:
         Quantised weights are refused: transformers has no name for them.
         """
         folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.config)
         inner = config.get("text_config", config) if "text_config" in config else config
         inner["dtype"] = jnp.dtype(self.dtype).name
@@ -110,6 +109,7 @@ class Model:
 
         leaves = jax.eval_shape(tensors, self.weights)
         shapes = {name: (leaf.dtype, leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+        folder.mkdir(parents=True, exist_ok=True)
         checkpoint.write(folder / checkpoint.SINGLE, shapes, _tensors(self.architecture, self.weights))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -15,14 +15,14 @@ def attention(config: Config) -> Attention:
         num_heads=heads,
         num_kv_heads=config.count("num_key_value_heads"),
         head_dim=config.get("head_dim", default=d // heads),
-        eps=config.get("rms_norm_eps"),
+        eps=config.number("rms_norm_eps"),
         **config.rope(),
     )
 
 
 def architecture(config: Config) -> Architecture:
     config.refuse("hidden_act", "silu")
-    d, eps = config.count("hidden_size"), config.get("rms_norm_eps")
+    d, eps = config.count("hidden_size"), config.number("rms_norm_eps")
     block = Block(attention(config), MLP(d_model=d, hidden_dim=config.count("intermediate_size")), eps)
     return Architecture(
         family="qwen3",

@@ -25,7 +25,7 @@ def architecture(config: Config) -> Architecture:
         family="qwen3_5",
         vocab_size=config.count("vocab_size"),
         blocks=qwen3_next.blocks(config, [mlp] * layers, separate=True),
-        eps=config.get("rms_norm_eps"),
+        eps=config.number("rms_norm_eps"),
         norm_offset=1.0,
         tied=config.get("tie_word_embeddings", default=False),
         prefix="model.language_model." if nested else "model.",

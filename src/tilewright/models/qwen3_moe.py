@@ -31,7 +31,7 @@ def mixture(config: Config, *, normalize: bool) -> MoE:
 
 def architecture(config: Config) -> Architecture:
     config.refuse("hidden_act", "silu")
-    d, eps = config.count("hidden_size"), config.get("rms_norm_eps")
+    d, eps = config.count("hidden_size"), config.number("rms_norm_eps")
     mixer = qwen3.attention(config)
     sparse = mixture(config, normalize=config.get("norm_topk_prob", default=False))
 

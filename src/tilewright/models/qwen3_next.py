@@ -32,7 +32,7 @@ def delta_net(config: Config, *, separate: bool = False) -> Qwen3NextGatedDeltaN
         key_dim=config.count("linear_key_head_dim"),
         value_dim=config.count("linear_value_head_dim"),
         conv_width=config.count("linear_conv_kernel_dim"),
-        eps=config.get("rms_norm_eps"),
+        eps=config.number("rms_norm_eps"),
         separate=separate,
     )
 
@@ -43,7 +43,7 @@ def blocks(config: Config, mlp_of: list[Layer], *, separate: bool = False) -> tu
         "linear_attention": (delta_net(config, separate=separate), "linear_attn"),
         "full_attention": (attention, "self_attn"),
     }
-    eps, made = config.get("rms_norm_eps"), []
+    eps, made = config.number("rms_norm_eps"), []
     for kind, mlp in zip(layer_types(config), mlp_of, strict=True):
         mixer, name = mixers[kind]
         made.append(Block(mixer, mlp, eps, norm_offset=1.0, mixer_name=name))
@@ -61,7 +61,7 @@ def architecture(config: Config) -> Architecture:
         family="qwen3_next",
         vocab_size=config.count("vocab_size"),
         blocks=blocks(config, mlps),
-        eps=config.get("rms_norm_eps"),
+        eps=config.number("rms_norm_eps"),
         norm_offset=1.0,
         tied=config.get("tie_word_embeddings", default=False),
         skipped=("mtp.",),

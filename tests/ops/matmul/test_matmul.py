@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tilewright
+from tests.ops.composition import mesh_of
 from tests.ops.contract import OpContract
 from tilewright import QuantizedArray, dequantize, fp8_matmul, matmul, quantize
 from tilewright.ops.matmul.call import MatmulCall
@@ -66,6 +68,11 @@ def test_out_dtype() -> None:
     assert got.dtype == jnp.float32
     assert relative(got, exact) < 1e-6
     assert matmul(x, w).dtype == jnp.bfloat16
+
+
+def test_no_columns_and_no_channels_of_quantised_operands() -> None:
+    assert matmul(draw(4, 8), quantize(jnp.zeros((8, 0)), "int8")).shape == (4, 0)
+    assert not np.any(fp8_matmul(jnp.zeros((3, 0)), jnp.zeros((0, 4))))
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16)])
@@ -175,6 +182,24 @@ def test_a_small_model_trains_in_fp8_to_the_same_loss() -> None:
     assert in_fp8 < 1.1 * plain
 
 
+def test_fp8_matmul_on_meshes() -> None:
+    """Inside `shard_map` and on Explicit axes the gradient of shared weights is the sum over devices."""
+    x, w, dy = draw(256, 128), draw(128, 128, seed=1), draw(256, 128, seed=2)
+    want = jax.grad(lambda w: jnp.sum(fp8_matmul(x, w) * dy))(w)
+    specs = {"in_specs": (PartitionSpec("x"), PartitionSpec()), "out_specs": PartitionSpec("x")}
+    run = jax.shard_map(fp8_matmul, mesh=mesh_of(AxisType.Auto), **specs)
+    assert relative(jax.jit(jax.grad(lambda w: jnp.sum(run(x, w) * dy)))(w), want) < 0.06
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), (None, "y")))
+        sharded = jax.device_put(x, rows), jax.device_put(w, columns), jax.device_put(dy, rows)
+        got = jax.jit(
+            jax.grad(lambda w, x, dy: jnp.sum(fp8_matmul(x, w) * jax.sharding.reshard(dy, PartitionSpec("x", "y"))))
+        )(sharded[1], sharded[0], sharded[2])
+    assert got.sharding.spec == PartitionSpec(None, "y")
+    assert relative(got, want) < 0.06
+
+
 # What is refused.
 
 
@@ -220,6 +245,8 @@ def test_blocks_that_do_not_divide_get_the_remedy() -> None:
         quantize(draw(10, 8), "int16")
     with pytest.raises(ValueError, match="its rows must be even"):
         quantize(draw(9, 8), "int4")
+    with pytest.raises(ValueError, match=r"of which one has gates and values both; .* block=\(8, 1\)"):
+        matmul(draw(4, 8), quantize(draw(8, 24), "int8", block=(8, 8)), activation="swiglu")
 
 
 def test_a_dtype_that_the_kernel_has_no_unit_for_names_the_way_out() -> None:

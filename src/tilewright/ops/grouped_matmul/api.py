@@ -12,7 +12,7 @@ from tilewright.core.activation import ActivationName, check_activation, parts_o
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
-from tilewright.core.quantized import QuantizedArray, check_operands, result_dtype, stored_operand
+from tilewright.core.quantized import QuantizedArray, check_operands, check_parts, result_dtype, stored_operand
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
 
 OP = register(
@@ -67,6 +67,7 @@ def grouped_matmul(
     if out not in FLOATING:
         raise ValueError(f"out_dtype={out!r} must be float32 or bfloat16")
     if w_scales is not None:
+        check_parts(w, parts)
         if w_scales.shape[-1] == 1:
             w_scales = jnp.broadcast_to(w_scales, (*w_scales.shape[:2], parts * n))
         w_scales = w_scales.reshape(groups, w_scales.shape[1], parts, -1)

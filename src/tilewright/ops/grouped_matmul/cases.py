@@ -76,7 +76,7 @@ CASES: tuple[Case, ...] = (
     _case("int4_swiglu", 3, 60, 256, 128, w=("int4", (128, 1)), activation="swiglu", small=True),
     _case("float8", 3, 60, 256, 128, w=("float8_e4m3fn", (128, 128)), small=True),
     _case("float8_float8", 3, 90, 384, 256, w=("float8_e4m3fn", (128, 128)), x=("float8_e4m3fn", (1, 128)), small=True),
-    _case("cpu_bench", 8, 1024, 256, 512, small=True),
+    _case("cpu_bench", 6, 512, 128, 256, small=True),
     _case("mixtral", 8, 8192, 4096, 14336),
     _case("qwen3_moe_up", 128, 65536, 2048, 768),
     _case("qwen3_moe_swiglu", 128, 65536, 2048, 768, activation="swiglu"),

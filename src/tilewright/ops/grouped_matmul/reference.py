@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from tilewright.core.activation import activate
 from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator, round_gradient
 from tilewright.core.quantized import expanded_scales
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
@@ -30,7 +31,8 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
         own = own if call.x_scales is not None else round_gradient(own, call.x.dtype)
         return jnp.where(inside[:, None, None], own, z), None
 
-    z, _ = jax.lax.scan(step, jnp.zeros((m, call.parts, n), exact), (w, starts[:-1], starts[1:]))
+    zeros = vary_over(jnp.zeros((m, call.parts, n), exact), varying_axes(x, w))
+    z, _ = jax.lax.scan(step, zeros, (w, starts[:-1], starts[1:]))
     y = activate(call.activation, tuple(z[:, part] for part in range(call.parts)))
     y = y + poison(call.group_sizes, m).astype(exact)
     return y.astype(jnp.promote_types(call.out_dtype, exact) if exact == jnp.float64 else call.out_dtype), None

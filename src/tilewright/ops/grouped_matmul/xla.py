@@ -5,7 +5,7 @@ array has a size of M times G. The gradient of w is accumulated in float32 in th
 every run.
 
 Quantised operands: as in ops/matmul/xla.py. Scales per column are multiplied to the result; weights with scales along K
-are dequantised to x's dtype, which rounds each once; where x is quantised too, it is dequantised to bfloat16 as well.
+are dequantised to x's dtype, which rounds each once. Two quantised operands are dequantised to float32: exact, and slow.
 """
 
 from typing import Any
@@ -26,12 +26,12 @@ _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 8
 
 
 def dequantized_rows(call: GroupedMatmulCall) -> jax.Array:
-    """x [M, K], floating, scales included; bfloat16 where it is quantised."""
+    """x [M, K], floating, scales included; float32 where it is quantised."""
     if call.x_scales is None:
         return call.x
     m, k = call.x.shape
     scales = expanded_scales(call.x_scales, (m, k))
-    return (call.x.astype(jnp.float32) * scales).astype(jnp.bfloat16)
+    return call.x.astype(jnp.float32) * scales
 
 
 def dequantized_weights(call: GroupedMatmulCall, dtype: Any) -> jax.Array:

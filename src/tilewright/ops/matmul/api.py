@@ -11,7 +11,7 @@ from tilewright.core.activation import ActivationName, check_activation, parts_o
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
-from tilewright.core.quantized import QuantizedArray, check_operands, result_dtype, stored_operand
+from tilewright.core.quantized import QuantizedArray, check_operands, check_parts, result_dtype, stored_operand
 from tilewright.ops.matmul.call import MatmulCall
 
 OP = register(
@@ -70,6 +70,7 @@ def matmul(
     if out not in FLOATING:
         raise ValueError(f"out_dtype={out!r} must be float32 or bfloat16")
     if w_scales is not None:
+        check_parts(w, parts)
         rows = w_scales.shape[0]
         # One scale for all columns is one per column, so that both can be sharded alike.
         per_column = w_scales.shape[-1] == 1 and w_scales.ndim == 2

@@ -39,7 +39,7 @@ class MatmulCall(Call):
         return parts_of(self.activation)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[Any, Any, Any]:
         """M, K and N: rows of x, channels that are contracted, columns of y."""
         *tokens, k = self.x.shape
         return math.prod(tokens), k, self.w.shape[-1]

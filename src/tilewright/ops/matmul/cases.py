@@ -66,7 +66,7 @@ CASES: tuple[Case, ...] = (
     _case("float8", 24, 256, 128, w=("float8_e4m3fn", (128, 128)), small=True),
     _case("int8_int8", 72, 256, 160, w=("int8", None), x=("int8", (1, None)), small=True),
     _case("float8_float8", 72, 384, 256, w=("float8_e4m3fn", (128, 128)), x=("float8_e4m3fn", (1, 128)), small=True),
-    _case("cpu_bench", 512, 512, 2048, small=True),
+    _case("cpu_bench", 256, 256, 1024, small=True),
     _case("square", 8192, 8192, 8192),
     _case("wide", 4096, 7168, 16384),
     _case("wide_swiglu", 4096, 7168, 8192, activation="swiglu"),

@@ -4,10 +4,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.boundary import reverse_mode_only
 from tilewright.core.dispatch import ImplementationName
+from tilewright.core.manual_axes import vary_alike
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import quantize
 from tilewright.ops.matmul.api import matmul
 
@@ -49,6 +54,26 @@ def fp8_matmul(
     if w.ndim != 2 or w.shape[0] != x.shape[-1] or w.dtype.name not in FLOATING:
         raise ValueError(f"w is {shown(w)} and x is {shown(x)}; w must be [K, N] with K={x.shape[-1]}, floating")
     static = _Static(jnp.dtype(out_dtype or x.dtype).name, implementation)
+    if 0 in (*x.shape, *w.shape):
+        return matmul(x, w.astype(x.dtype), out_dtype=static.out_dtype)
+    *tokens, _ = explicit_axes(x)
+    columns = tuple(axis for axis in explicit_axes(w)[1] if not any(axis in each for each in tokens))
+    if not any((*explicit_axes(x), *explicit_axes(w))):
+        return _of_rows(static, x, w)
+    # On Explicit mesh axes each device has its rows and columns; the gradients are summed over the others.
+    mesh = next(m for a in (x, w) if AxisType.Explicit in (m := jax.typeof(a).sharding.mesh).axis_types)
+    run = jax.shard_map(
+        lambda x, w: _of_rows(static, x, w),
+        mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
+        in_specs=(P(*tokens, None), P(None, columns or None)),
+        out_specs=P(*tokens, columns or None),
+    )
+    return run(placed(x, [*tokens, ()]), placed(w, [(), columns]))
+
+
+def _of_rows(static: _Static, x: jax.Array, w: jax.Array) -> jax.Array:
+    told = "fp8_matmul has no forward-mode derivative; use reverse mode (jax.grad, jax.vjp), or matmul"
+    x, w = reverse_mode_only(vary_alike(x, w), told)
     y = _product(static, x.reshape(-1, x.shape[-1]), w)
     return y.reshape(*x.shape[:-1], w.shape[1])
 

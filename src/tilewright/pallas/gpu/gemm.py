@@ -32,7 +32,7 @@ Operands may lie transposed in memory (`a_transposed`, `b_transposed`): the tens
 values from shared memory, so a gradient needs no transposed copy. With `parts` = 2 a tile is two tiles of half the
 columns, from B [k, 2, n]: the gates and the values of swiglu, which an epilogue needs at the same place.
 
-A `Gemm` may have its tiles elsewhere than `tiles` says: `main_loop` takes a `Plan` of them, as grouped products have.
+By default the tiles are all of C. `main_loop` takes a `Plan` of other ones, as grouped products have.
 """
 
 import functools
@@ -80,7 +80,7 @@ class Gemm:
     band: int
     """Block rows that go through all block columns together; a multiple of `cluster`."""
     cluster: int = 1
-    """Thread blocks that share the copies of B. An `m` whose block rows it does not divide has none that do."""
+    """Thread blocks that share the copies of B. It is 1 where it does not divide the block rows of `m`."""
     block_m: int = 128
     block_k: int = 64
     consumers: int = 2

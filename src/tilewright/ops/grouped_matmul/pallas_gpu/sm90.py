@@ -6,10 +6,10 @@ Floor: 2 M K N FLOPs per product and part; x and every w_g read once, y written 
 rows in the mean, since the last tile of a group is not full.
 
 Blocking: the main loop of pallas/gpu/gemm.py with tiles that XLA lists from the sizes of the groups (`_row_tiles`): a tile
-begins where its group or the tile before it ends, so no tile has rows of two groups to compute. It is summed over K as
-any other; its rows past the end of the group are rows of the next one, and are not stored. A full tile is copied through
-shared memory; each thread stores its own values of the others (`store_first_rows`). Rows past the last group are tiles
-with no steps, which store zeros.
+begins where its group begins or the tile before it ends. Its rows past the end of the group, which are rows of the next
+one, are multiplied too, with the wrong matrix, and not stored. A full tile is copied through shared memory; each thread
+stores its own values of the others (`store_first_rows`). Rows past the last group have tiles of their own, whose main loop
+has no steps: they store zeros.
 
 dw has one tile [128, block_n] of [K, N] at a time for each group, and as many steps as the group has blocks of 64 rows,
 counted on the device. In the last one, rows past the end of the group are set to zero in shared memory, in both operands:

@@ -1,0 +1,516 @@
+"""Training: a step, and a run that can be killed at any time and goes on with the same bits.
+
+run = Training(TrainConfig.read("examples/tiny_hybrid.toml"), "runs/tiny_hybrid")
+for metrics in run.steps():
+    print(metrics.step, metrics.loss)
+run.model().save("runs/tiny_hybrid/final")
+
+A step computes in `dtype` and keeps float32 master weights. Everything that the next step depends on is in `TrainState` and
+in the position of the data, and both are in a checkpoint: a step has no other randomness. Orbax writes a checkpoint beside
+its place and renames it when it is whole, so that a killed run finds the last whole one.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tilewright.layers.attention import Attention
+from tilewright.layers.kimi_delta_attention import KimiDeltaAttention
+from tilewright.layers.layer import Leaf
+from tilewright.layers.mla import LatentAttention
+from tilewright.layers.moe import MoE
+from tilewright.layers.qwen3_next_gated_delta_net import Qwen3NextGatedDeltaNet
+from tilewright.models import lora
+from tilewright.models.architecture import Architecture, Block, BlockWeights, ModelWeights, hidden_states
+from tilewright.models.config import Config
+from tilewright.models.data import IGNORED_LABEL, Documents, batches
+from tilewright.models.loading import init, load
+from tilewright.models.model import Model
+from tilewright.models.train_config import LoraTable, OptimizerTable, TrainConfig, TrainTable
+from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy
+from tilewright.ops.moe.api import moe_load_balance_loss, moe_z_loss
+
+# What "ops" keeps: the outputs and statistics of the ops that are more than a pass over memory.
+_KEPT_OPS = ("flash_attention", "delta_rule", "gated_delta_rule", "kda", "matmul", "grouped_matmul")
+_CHECKPOINTS, _RUN = "checkpoints", "run.json"
+# What a run writes into its folder; the command line adds the last three.
+_WRITTEN = (_CHECKPOINTS, _RUN, "final", "records.jsonl", "loss.png")
+
+
+class TrainingError(ValueError):
+    """A run that cannot begin or go on. The text is one line."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a step changes, and all that it depends on besides its batch."""
+
+    step: Leaf  # int32, the steps that were made
+    weights: Any
+    """What is trained, in float32: `ModelWeights`, or the factors of `lora.init`."""
+    optimizer: Any
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One step."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """The cross entropy, in nats per token."""
+    objective: float
+    """The loss with all that is added to it."""
+    grad_norm: float
+    """Of all gradients, before they are clipped."""
+    learning_rate: float
+    tokens: int
+    """Of the rows of this step."""
+    seconds: float | None
+    """Since the last step was complete, without checkpoints; None for the first one, which is compiled."""
+    others: dict[str, float]
+    """`moe_load_balance` and `moe_z_loss` of a model with experts."""
+
+
+def remat_policy(name: str) -> Any:
+    """A policy for `hidden_states`: what the backward pass keeps of a layer; the rest is recomputed.
+
+    "none" keeps everything, "full" the layer's input alone, "dots" the results of projections, and "ops" what Tilewright's
+    attention, delta rules and matrix products save, so that their forward kernels do not run again.
+    """
+    return {
+        "none": None,
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "ops": jax.checkpoint_policies.save_only_these_names(*_KEPT_OPS),
+    }[name]
+
+
+def schedule_of(table: OptimizerTable, steps: int) -> Callable[[Any], Any]:
+    """The learning rate of a step, counted from 0."""
+
+    def rate(step: Any) -> Any:
+        step = jnp.asarray(step, jnp.float32)
+        warm = jnp.minimum(1.0, (step + 1.0) / max(table.warmup_steps, 1))
+        passed = jnp.clip((step - table.warmup_steps) / max(steps - table.warmup_steps, 1), 0.0, 1.0)
+        left = {
+            "constant": jnp.ones(()),
+            "linear": 1.0 - passed,
+            "cosine": 0.5 * (1.0 + jnp.cos(math.pi * passed)),
+        }[table.schedule]
+        return table.learning_rate * warm * (table.final_fraction + (1.0 - table.final_fraction) * left)
+
+    return rate
+
+
+@functools.cache
+def optimizer_of(train: TrainTable, table: OptimizerTable) -> optax.GradientTransformation:
+    """AdamW with clipped gradients."""
+    adamw = optax.adamw(
+        schedule_of(table, train.steps),
+        b1=table.b1,
+        b2=table.b2,
+        eps=table.eps,
+        weight_decay=table.weight_decay,
+        mask=_matrices,
+    )
+    return optax.chain(optax.clip_by_global_norm(train.clip_norm), adamw) if train.clip_norm else adamw
+
+
+def _matrices(weights: Any) -> Any:
+    """True for matrices. The leaves of runs are stacked over repeats, so that a vector of theirs has two axes."""
+    if not isinstance(weights, ModelWeights):
+        return jax.tree.map(lambda leaf: True, weights)  # The factors of LoRA.
+    outside = {
+        name: None if value is None else value.ndim >= 2 for name, value in vars(weights).items() if name != "runs"
+    }
+    return ModelWeights(runs=jax.tree.map(lambda leaf: leaf.ndim >= 3, weights.runs), **outside)
+
+
+def cast(architecture: Architecture, weights: ModelWeights, dtype: Any) -> ModelWeights:
+    """The weights in a dtype; the rates of gates and the like stay float32."""
+
+    def block(block: Block, own: BlockWeights) -> BlockWeights:
+        return BlockWeights(
+            mixer_norm=own.mixer_norm.astype(dtype),
+            mixer=block.mixer.cast(own.mixer, dtype),
+            mlp_norm=own.mlp_norm.astype(dtype),
+            mlp=block.mlp.cast(own.mlp, dtype),
+        )
+
+    return ModelWeights(
+        embedding=weights.embedding.astype(dtype),
+        runs=tuple(
+            tuple(block(each, own) for each, own in zip(run.pattern, stacks, strict=True))
+            for run, stacks in zip(architecture.runs, weights.runs, strict=True)
+        ),
+        norm=weights.norm.astype(dtype),
+        head=None if weights.head is None else weights.head.astype(dtype),
+    )
+
+
+def loss_of(
+    architecture: Architecture, weights: ModelWeights, batch: dict[str, jax.Array], table: TrainTable, count: Any
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The objective of a microbatch, and its parts.
+
+    Args:
+      architecture: of the model.
+      weights: in the dtype of the computation.
+      batch: `ids`, `labels` and `segment_ids`, each [B, T], as `data.Rows` makes them.
+      table: the coefficients and the policy of remat.
+      count: the labels of the whole step, which the sum of the losses is divided by.
+
+    Returns:
+      the objective, and `loss`, the cross entropy alone; with experts also `moe_load_balance`, `moe_z_loss` and `loads`,
+      the tokens of each expert [repeats, E] for each block of a pattern that has experts.
+    """
+    labels = batch["labels"]
+    x, _, routings = hidden_states(
+        architecture, weights, batch["ids"], segment_ids=batch["segment_ids"], remat=remat_policy(table.remat)
+    )
+    head = weights.embedding.T if weights.head is None else weights.head
+    summed, logsumexp = linear_cross_entropy(
+        x, head, labels, z_loss=table.z_loss, reduction="sum", return_logsumexp=True
+    )
+    objective = summed / count
+    squares = jnp.where(labels == IGNORED_LABEL, 0.0, jnp.square(logsumexp))
+    parts: dict[str, Any] = {"loss": jax.lax.stop_gradient(objective - table.z_loss * jnp.sum(squares) / count)}
+    if routings:
+        is_token = batch["segment_ids"] > 0  # [B, T]
+        # As in transformers, layers count as more tokens.
+        logits, experts = (
+            jnp.concatenate([getattr(each, name) for each in routings]) for name in ("logits", "experts")
+        )  # [layers, B, T, E], [layers, B, T, k]
+        mask = jnp.broadcast_to(is_token, logits.shape[:-1])
+        scoring: Any = next(block.mlp.scoring for block in architecture.blocks if isinstance(block.mlp, MoE))
+        parts["moe_load_balance"] = moe_load_balance_loss(logits, experts, scoring=scoring, mask=mask)
+        parts["moe_z_loss"] = moe_z_loss(logits, mask=mask)
+        parts["loads"] = [_loads(each.experts, logits.shape[-1], is_token) for each in routings]
+        # Each microbatch has its share.
+        share = 1.0 / table.accumulate
+        objective = objective + share * table.moe_load_balance * parts["moe_load_balance"]
+        objective = objective + share * table.moe_z_loss * parts["moe_z_loss"]
+        for name in ("moe_load_balance", "moe_z_loss"):
+            parts[name] = share * jax.lax.stop_gradient(parts[name])
+    return objective, parts
+
+
+def _loads(experts: jax.Array, num_experts: int, is_token: jax.Array) -> jax.Array:
+    """The tokens of each expert [repeats, E], of choices [repeats, B, T, k]."""
+    repeats, k = experts.shape[0], experts.shape[-1]
+    weights = jnp.broadcast_to(is_token[None, :, :, None], experts.shape).astype(jnp.float32).reshape(repeats, -1)
+    chosen = experts.reshape(repeats, weights.shape[1])
+    return jax.vmap(lambda e, w: jax.ops.segment_sum(w, e, num_experts))(chosen, weights) / k
+
+
+def gradients_of(
+    loss: Callable[[Any, Any, Any], Any], weights: Any, batch: dict[str, jax.Array]
+) -> tuple[Any, Any, Any]:
+    """The objective, its parts and its gradients, summed over the microbatches of batch's first axis.
+
+    The losses of all microbatches are divided by the number of labels of all, so that the sum is the mean over the step.
+    """
+    count = jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL), 1).astype(jnp.float32)
+    graded = jax.value_and_grad(loss, has_aux=True)
+
+    def one(microbatch: Any) -> Any:
+        (objective, parts), gradients = graded(weights, microbatch, count)
+        return objective, parts, gradients
+
+    if batch["ids"].shape[0] == 1:
+        return one(jax.tree.map(lambda x: x[0], batch))
+    first = jax.tree.map(lambda x: x[0], batch)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, first))
+
+    def add(sums: Any, microbatch: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, one(microbatch)), None
+
+    return jax.lax.scan(add, zeros, batch)[0]
+
+
+def _balanced(architecture: Architecture, weights: ModelWeights, loads: list[jax.Array], rate: float) -> ModelWeights:
+    """The selection biases, each moved by `rate` towards an even load."""
+    remaining, runs = iter(loads), []
+    for run, stacks in zip(architecture.runs, weights.runs, strict=True):
+        blocks = []
+        for block, own in zip(run.pattern, stacks, strict=True):
+            if isinstance(block.mlp, MoE):
+                load = next(remaining)  # [repeats, E]
+                if own.mlp.bias is not None:
+                    wanting = jnp.sign(jnp.mean(load, axis=1, keepdims=True) - load)
+                    own = dataclasses.replace(own, mlp=dataclasses.replace(own.mlp, bias=own.mlp.bias + rate * wanting))
+            blocks.append(own)
+        runs.append(tuple(blocks))
+    return dataclasses.replace(weights, runs=tuple(runs))
+
+
+@functools.cache
+def step_function(
+    architecture: Architecture, table: TrainTable, optimizing: OptimizerTable, adapters: LoraTable | None = None
+) -> Callable[[TrainState, Any, Any], Any]:
+    """The step (state, frozen, batch) -> (state, metrics), jitted; the state is donated.
+
+    `frozen` is None, or with LoRA the weights that are not trained. Each array of the batch is [accumulate, B, T].
+    """
+    optimizer, rate = optimizer_of(table, optimizing), schedule_of(optimizing, table.steps)
+
+    def loss(weights: Any, frozen: Any, batch: Any, count: Any) -> Any:
+        whole = weights if adapters is None else lora.merged(frozen, weights, adapters)
+        return loss_of(architecture, cast(architecture, whole, table.dtype), batch, table, count)
+
+    def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        objective, parts, gradients = gradients_of(
+            lambda weights, each, count: loss(weights, frozen, each, count), state.weights, batch
+        )
+        with jax.numpy_dtype_promotion("standard"):  # Optax multiplies counts with floats.
+            updates, after = optimizer.update(gradients, state.optimizer, state.weights)
+            weights = optax.apply_updates(state.weights, updates)
+        loads = parts.pop("loads", None)
+        if loads is not None and table.moe_bias_rate and adapters is None:
+            weights = _balanced(architecture, weights, loads, table.moe_bias_rate)  # type: ignore[arg-type]
+        metrics = {
+            "objective": objective,
+            "grad_norm": jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))),
+            "learning_rate": rate(state.step),
+            **parts,
+        }
+        return TrainState(state.step + 1, weights, after), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def flops_per_token(architecture: Architecture, seq_len: int) -> float:
+    """The FLOPs of a training step per token, without recomputation: what model FLOPs utilisation (MFU) counts.
+
+    Each weight of a matrix that a token meets is 2 FLOPs forward and 4 backward; of experts, those that are chosen count.
+    Causal attention adds both products over half of the sequence, and a delta rule the three products with its state.
+    """
+    forward = 2.0 * architecture.d_model * architecture.vocab_size
+    for block in architecture.blocks:
+        for layer in (block.mixer, block.mlp):
+            for name, parameter in layer.parameters().items():
+                if len(parameter.shape) >= 2:
+                    active = 1.0
+                    if isinstance(layer, MoE) and name in ("gate_up", "down"):
+                        active = layer.experts_per_token / layer.num_experts
+                    forward += 2.0 * active * math.prod(parameter.shape)
+        mixer = block.mixer
+        if isinstance(mixer, Attention):
+            forward += 2.0 * mixer.num_heads * mixer.head_dim * seq_len
+        elif isinstance(mixer, LatentAttention):
+            forward += mixer.num_heads * (mixer.key_dim + mixer.shared_key_dim + mixer.value_dim) * seq_len
+        elif isinstance(mixer, Qwen3NextGatedDeltaNet):
+            forward += 6.0 * mixer.num_value_heads * mixer.key_dim * mixer.value_dim
+        elif isinstance(mixer, KimiDeltaAttention):
+            forward += 6.0 * mixer.num_heads * mixer.head_dim**2
+    return 3.0 * forward
+
+
+@functools.cache
+def _random_model(config: str, dtype: str) -> Callable[[Any], Model]:
+    """Draws all weights in one program, instead of dozens of small ones."""
+    return jax.jit(lambda key: init(json.loads(config), key, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A step that is complete, and where the data goes on after it."""
+
+    state: TrainState
+    data: dict[str, Any]
+    metrics: dict[str, jax.Array] | None
+
+
+class Training:
+    """A run in a folder. It resumes from the folder's last checkpoint, or begins."""
+
+    def __init__(self, config: TrainConfig, folder: str | Path, *, fresh: bool = False):
+        """Reads the data and the model, and the last checkpoint; `fresh` deletes what an earlier run wrote there."""
+        import orbax.checkpoint as ocp
+
+        self.config, self.folder = config, Path(folder).resolve()
+        if fresh:
+            self._forget()
+        model, self._frozen, weights = self._first_weights()
+        self.architecture, self._config_text = model.architecture, model.config
+        documents = Documents.read(config.data, self.architecture.vocab_size)
+        self._identify(documents)
+        table = config.train
+        self._data = batches(documents, config.data.seq_len, table.batch_size * table.accumulate, table.seed)
+        self.tokens_per_step = table.batch_size * table.accumulate * config.data.seq_len
+        self.flops_per_token = flops_per_token(self.architecture, config.data.seq_len)
+        self.num_parameters = model.num_parameters
+        self.num_trained = sum(leaf.size for leaf in jax.tree.leaves(weights))
+        options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoint.keep, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self.folder / _CHECKPOINTS, options=options)
+        state = TrainState(jnp.int32(0), weights, jax.jit(optimizer_of(table, config.optimizer).init)(weights))
+        self.step, self._done = 0, _Done(state, self._data.get_state(), None)
+        self._restore(ocp)
+        self._train_step = step_function(self.architecture, table, config.optimizer, config.lora)
+
+    @property
+    def last_checkpoint(self) -> int | None:
+        """The step of the last checkpoint."""
+        return self._manager.latest_step()
+
+    def steps(self) -> Iterator[Metrics]:
+        """Makes the steps that are left, one after the other, and checkpoints. A step is yielded when the next one runs."""
+        steps, every = self.config.train.steps, self.config.checkpoint.every
+        last: float | None = None
+        waiting: tuple[int, dict[str, jax.Array]] | None = None
+
+        def reported(number: int, metrics: dict[str, jax.Array]) -> Metrics:
+            nonlocal last
+            read = self._read(number, metrics)
+            now = time.perf_counter()
+            read, last = dataclasses.replace(read, seconds=None if last is None else now - last), now
+            return read
+
+        while self.step < steps:
+            self._advance()
+            if waiting is not None:
+                yield reported(*waiting)
+            waiting = (self.step, self._done.metrics or {})
+            if self.step % every == 0 or self.step == steps:
+                yield reported(*waiting)
+                waiting = None
+                self.save()
+                last = time.perf_counter()
+        if waiting is not None:
+            yield reported(*waiting)
+
+    def _advance(self) -> None:
+        accumulate = self.config.train.accumulate
+        batch = {name: x.reshape(accumulate, -1, x.shape[1]) for name, x in next(self._data).items()}
+        state, metrics = self._train_step(self._done.state, self._frozen, jax.device_put(batch))
+        self._done = _Done(state, self._data.get_state(), metrics)
+        self.step += 1
+
+    def _read(self, number: int, metrics: dict[str, jax.Array]) -> Metrics:
+        """The metrics on the host. Raises where the step gave no number."""
+        values = {name: float(np.asarray(value)) for name, value in metrics.items()}
+        for name, what in (("objective", "loss"), ("grad_norm", "norm of the gradients")):
+            if not math.isfinite(values[name]):
+                kept = (
+                    f"the last checkpoint is of step {self.last_checkpoint}"
+                    if self.last_checkpoint
+                    else "there is no checkpoint"
+                )
+                raise TrainingError(
+                    f"the {what} is {values[name]} at step {number}; {kept}. Lower learning_rate, which was "
+                    f"{values['learning_rate']:.3g}, or warm up for longer"
+                )
+        named = {name: values.pop(name) for name in ("loss", "objective", "grad_norm", "learning_rate")}
+        return Metrics(step=number, tokens=self.tokens_per_step, seconds=None, others=values, **named)
+
+    def save(self) -> Metrics | None:
+        """Writes a checkpoint of the last complete step, if there is none yet, and returns the step.
+
+        A step whose loss is not a number is not written, and raises.
+        """
+        import orbax.checkpoint as ocp
+
+        done = self._done
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(done.state))  # Donated to a step that was interrupted.
+        if lost or done.metrics is None:
+            return None
+        step = int(done.state.step)
+        metrics = self._read(step, done.metrics)
+        if step != self.last_checkpoint:
+            items = ocp.args.Composite(state=ocp.args.StandardSave(done.state), data=ocp.args.JsonSave(done.data))
+            self._manager.save(step, args=items)
+        return metrics
+
+    def _restore(self, ocp: Any) -> None:
+        step = self._manager.latest_step()
+        if step is None:
+            return
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self._done.state
+        )
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), data=ocp.args.JsonRestore())
+        restored = self._manager.restore(step, args=items)
+        self._data.set_state(restored["data"])
+        self.step, self._done = step, _Done(restored["state"], restored["data"], None)
+
+    def model(self) -> Model:
+        """The model with the weights of the last step, merged, in the dtype of the computation."""
+        weights = self._done.state.weights
+        if self.config.lora is not None:
+            weights = lora.merged(self._frozen, weights, self.config.lora)
+        return Model(cast(self.architecture, weights, self.config.train.dtype), self.architecture, self._config_text)
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        self._manager.close()
+
+    def _first_weights(self) -> tuple[Model, Any, Any]:
+        """The model, what of it is frozen, and what is trained in float32."""
+        table, config = self.config.model, self.config
+        for_model, for_factors = jax.random.split(jax.random.key(config.train.seed))
+        # What is frozen needs no master weights.
+        dtype = "float32" if config.lora is None else config.train.dtype
+        if table.pretrained:
+            model = load(str(table.path), dtype=dtype)
+        else:
+            values = table.config if table.config is not None else Config.read(Path(str(table.path))).values
+            model = _random_model(json.dumps(values), dtype)(for_model)
+        if config.lora is None:
+            return model, None, cast(model.architecture, model.weights, "float32")
+        return model, model.weights, lora.init(model.architecture, config.lora, for_factors)
+
+    def _identify(self, documents: Documents) -> None:
+        """Writes what this run is, or raises where the folder has another run."""
+        own = {**self.config.identity(), "tokens": int(documents.tokens.size), "checksum": documents.checksum}
+        path = self.folder / _RUN
+        if path.exists():
+            other = json.loads(path.read_text())
+            if changed := _difference(other, own):
+                raise TrainingError(
+                    f"{self.folder} has a run with {changed}; use another folder, or begin anew with --fresh"
+                )
+            return
+        if (self.folder / _CHECKPOINTS).exists():
+            raise TrainingError(f"{self.folder} has checkpoints and no {_RUN}; use another folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(own, indent=1) + "\n")
+        unfinished.replace(path)
+
+    def _forget(self) -> None:
+        """Deletes what an earlier run wrote, if this is the folder of a run."""
+        if not (self.folder / _RUN).exists():
+            return
+        for name in _WRITTEN:
+            path = self.folder / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+
+
+def _difference(other: Any, own: Any, name: str = "") -> str | None:
+    """The first value that two runs differ in, in words."""
+    if isinstance(other, dict) and isinstance(own, dict):
+        for key in {**other, **own}:
+            where = f"{name}.{key}" if name else key
+            if found := _difference(other.get(key), own.get(key), where):
+                return found
+        return None
+    return None if other == own else f"{name}={other!r}, and this one has {own!r}"

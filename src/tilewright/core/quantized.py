@@ -220,8 +220,8 @@ def check_operands(x: Any, w: Any) -> None:
         )
 
 
-def check_parts(w: QuantizedArray, parts: int) -> None:
-    """Raises where a block of scales has columns of two parts of w, such as gates and values."""
+def check_parts(w: Any, parts: int) -> None:
+    """Raises where a block of scales of a `QuantizedArray` has columns of two parts of it, such as gates and values."""
     if w.scales.shape[-1] > 1 and w.scales.shape[-1] % parts:
         raise ValueError(
             f"w has {w.shape[-1]} columns in blocks of {w.block[1]}, of which one has gates and values both; quantise it "

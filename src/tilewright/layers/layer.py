@@ -121,10 +121,6 @@ class Layer[W]:
         """The parameters that this layer has, by the fields of its weights. Fields that it lacks are None."""
         raise NotImplementedError
 
-    def apply(self, weights: Any, x: Any, state: Any = None, **options: Any) -> tuple[Any, Any]:
-        """Returns y [B, T, D] and the state after x [B, T, D]."""
-        raise NotImplementedError
-
     def init(self, key: PRNGKeyArray, dtype: Any = jnp.float32) -> W:
         """Random weights. A_log and dt_bias of gates are always float32."""
         parameters, drawn = self.parameters(), {}

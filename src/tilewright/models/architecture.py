@@ -52,10 +52,12 @@ class Block:
         self, weights: BlockWeights, x: jax.Array, state: Any, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, Any, Routing | None]:
         """x after this block, the mixer's state, and the routing of a mixture of experts."""
+        mixer: Any = self.mixer
+        mlp: Any = self.mlp
         normed = rms_norm(x, weights.mixer_norm, eps=self.eps, offset=self.norm_offset)
-        y, after = self.mixer.apply(weights.mixer, normed, state, segment_ids=segment_ids)
+        y, after = mixer.apply(weights.mixer, normed, state, segment_ids=segment_ids)
         x = x + y
-        y, routing = self.mlp.apply(weights.mlp, rms_norm(x, weights.mlp_norm, eps=self.eps, offset=self.norm_offset))
+        y, routing = mlp.apply(weights.mlp, rms_norm(x, weights.mlp_norm, eps=self.eps, offset=self.norm_offset))
         return x + y, after, routing
 
 

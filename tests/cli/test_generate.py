@@ -43,6 +43,7 @@ def test_ids_are_continued() -> None:
     assert out.split() == [str(token) for token in want]
 
 
+@pytest.mark.slow
 def test_text_is_streamed_and_chats_go_through_the_template(folder: Path) -> None:
     out = run(str(folder), "--prompt", "w5 w6", "--max-new-tokens", "3")
     assert out.startswith("w5 w6")

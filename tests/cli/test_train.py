@@ -42,6 +42,7 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
     return [record for line in path.read_text().splitlines() if "loss" in (record := json.loads(line))]
 
 
+@pytest.mark.slow
 def test_a_run_writes_records_a_plot_and_a_model_and_goes_on_after_ctrl_c(tmp_path: Path, monkeypatch: Any) -> None:
     written(tmp_path)
     done = ran("train", "run.toml", "--out", "straight", cwd=tmp_path)

@@ -91,6 +91,7 @@ def test_values_and_gradients(name: str, placement: str) -> None:
         assert jax.typeof(gradient).sharding == jax.typeof(given).sharding
 
 
+@pytest.mark.slow
 @every_layer
 def test_an_initial_state_needs_no_placing(name: str) -> None:
     """Chunks from a state that is on every device; tensor parallelism sums once, in o_proj."""

@@ -174,6 +174,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
 
 
+@pytest.mark.slow
 def test_accumulation_is_one_large_batch_and_documents_do_not_see_each_other(tmp_path: Path) -> None:
     architecture, weights = made()
     table = config_of(tmp_path, train={"z_loss": 0.1}).train

@@ -257,10 +257,15 @@ class Layer[W]:
 
 
 def _same_axes(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a tensor has these axes, but for those of 1, or with the first few of them as one."""
-    merged = [(math.prod(wanted[:count]), *wanted[count:]) for count in range(1, len(wanted) + 1)]
-    without = [tuple(size for size in shape if size != 1) for shape in (found, wanted, *merged)]
-    return without[0] in without[1:]
+    """Whether each axis of a tensor is one of these, or several in a row, but for those of 1."""
+    rest = [size for size in wanted if size != 1]
+    for size in (size for size in found if size != 1):
+        product = 1
+        while rest and product < size:
+            product *= rest.pop(0)
+        if product != size:
+            return False
+    return not rest
 
 
 class Tensors:
@@ -275,7 +280,7 @@ class Tensors:
         return self._prefix + name in self._tensors
 
     def array(self, name: str, shape: tuple[int, ...]) -> jax.Array:
-        """The tensor of that name, reshaped: axes of 1 are added or dropped, and its first axis is split into several."""
+        """The tensor of that name, reshaped: axes of 1 are added or dropped, and an axis may be split into several."""
         full = self._prefix + name
         if full not in self._tensors:
             near = sorted(key for key in self._tensors if key.startswith(self._prefix))

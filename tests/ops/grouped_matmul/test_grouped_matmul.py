@@ -102,8 +102,14 @@ def test_sizes_that_sum_past_the_rows_give_nan(implementation: str) -> None:
         assert np.isfinite(np.asarray(run(jnp.array([30, 10])), np.float32)).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
-@pytest.mark.parametrize("block", [None, (16, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    [
+        ("int4", (16, 8)),
+        *(pytest.param(dtype, None, marks=pytest.mark.slow) for dtype in ("int8", "int4", "float8_e4m3fn")),
+        *(pytest.param(dtype, (16, 8), marks=pytest.mark.slow) for dtype in ("int8", "float8_e4m3fn")),
+    ],
+)
 def test_weight_only(dtype: str, block: Any) -> None:
     x, w, sizes = draw(30, 32), draw(3, 32, 24, seed=1), jnp.array([10, 3, 15])
     q = quantize(w, dtype, block=block)

@@ -88,8 +88,12 @@ BLOCKS = [None, (None, None), (1, None), (None, 1), (16, 8), (1, 16), 8]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.5), ("int4", 0.5), ("float8_e4m3fn", None)])
-def test_quantised_within_half_a_step(dtype: str, bound: float | None, block: Any) -> None:
+def test_quantised_within_half_a_step(block: Any) -> None:
+    for dtype, bound in (("int8", 0.5), ("int4", 0.5), ("float8_e4m3fn", None)):
+        _within_half_a_step(dtype, bound, block)
+
+
+def _within_half_a_step(dtype: str, bound: float | None, block: Any) -> None:
     x = draw(3, 32, 48)
     q = quantize(x, dtype, block=block)
     assert (q.shape, q.dtype) == (x.shape, dtype)
@@ -120,8 +124,18 @@ def test_zeros_quantise_to_zeros() -> None:
         assert not np.any(dequantize(quantize(jnp.zeros((4, 8)), dtype)))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("block", [None, (None, None), (16, 8), (1, None)])
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    [
+        ("int8", None),
+        ("int4", (16, 8)),
+        *(
+            pytest.param(dtype, block, marks=pytest.mark.slow)
+            for dtype in ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
+            for block in ((None, None), (16, 8), (1, None))
+        ),
+    ],
+)
 def test_weight_only(dtype: str, block: Any) -> None:
     """The product with quantised weights is the product with the dequantised ones; so is the gradient of x."""
     x, w = draw(6, 32), draw(32, 24, seed=1)
@@ -155,6 +169,7 @@ def test_fp8_matmul_error_and_straight_through_gradients() -> None:
     assert relative(dw, rows.T @ d_rows) < 0.059
 
 
+@pytest.mark.slow
 def test_a_small_model_trains_in_fp8_to_the_same_loss() -> None:
     """Within 10 % of the loss that float32 reaches, a sixtieth of the first one."""
     keys = jax.random.split(jax.random.key(3), 5)
@@ -182,6 +197,7 @@ def test_a_small_model_trains_in_fp8_to_the_same_loss() -> None:
     assert in_fp8 < 1.1 * plain
 
 
+@pytest.mark.slow
 def test_fp8_matmul_on_meshes() -> None:
     """Inside `shard_map` and on Explicit axes the gradient of shared weights is the sum over devices."""
     x, w, dy = draw(256, 128), draw(128, 128, seed=1), draw(256, 128, seed=2)

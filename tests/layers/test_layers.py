@@ -345,7 +345,7 @@ def test_every_leaf_is_a_buffer_of_its_own(name: str) -> None:
 
 
 @every_layer
-@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("t", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("error")
 def test_a_donated_state_is_updated_in_place(name: str, t: int) -> None:
     layer, w, x = LAYERS[name], weights(name), tokens(2, t)

@@ -78,7 +78,9 @@ def one_token(layer: MoE, w: MoEWeights, x: np.ndarray) -> np.ndarray:
     return y
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "qwen3_next")), "kimi_linear"]
+)
 def test_a_loop_over_tokens_and_experts(name: str) -> None:
     x, layer = tokens(), LAYERS[name]
     y, routing = jitted(name)(weights(name), x)
@@ -171,7 +173,7 @@ def test_a_checkpoint_of_other_sizes_is_told() -> None:
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
-        ("int8", None),
+        pytest.param("int8", None, marks=pytest.mark.slow),
         pytest.param("int4", (8, 1), marks=pytest.mark.slow),
         pytest.param("float8_e4m3fn", (8, 8), marks=pytest.mark.slow),
     ],

@@ -221,7 +221,7 @@ class OpContract(Composition):
         with able_to_run(implementation):
             assert_meets(held, both(held.arrays, held.cotangents))
 
-    @over("compiled", default="plain")
+    @over("compiled", default="none")
     def test_values_with_optimisations(self, implementation: str, dtype: str) -> None:
         """XLA's optimisations, which all other tests run without, change no result by more than roundings."""
         held = held_case(self.op_name, self.first_case(), dtype)
@@ -393,7 +393,7 @@ class OpContract(Composition):
         for position, held in enumerate(checks):
             assert_meets(held, {quantity: values[position] for quantity, values in got.items()}, "vmap")
 
-    @over("every", default="plain")
+    @over("every", default="none")
     def test_nested_vmap_of_shared_arrays(self, implementation: str) -> None:
         """Two axes of calls become one larger call, whose weights are the same for all."""
         first = self.held(implementation)

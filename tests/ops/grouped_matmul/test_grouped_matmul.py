@@ -105,7 +105,7 @@ def test_sizes_that_sum_past_the_rows_give_nan(implementation: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
-        ("int4", (16, 8)),
+        pytest.param("int4", (16, 8), marks=pytest.mark.slow),
         *(pytest.param(dtype, None, marks=pytest.mark.slow) for dtype in ("int8", "int4", "float8_e4m3fn")),
         *(pytest.param(dtype, (16, 8), marks=pytest.mark.slow) for dtype in ("int8", "float8_e4m3fn")),
     ],

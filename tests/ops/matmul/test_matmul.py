@@ -158,6 +158,7 @@ def test_both_sides(dtype: str, x_block: Any, w_block: Any) -> None:
     assert matmul(x, w).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_fp8_matmul_error_and_straight_through_gradients() -> None:
     """The errors that its docstring states."""
     x, w, dy = draw(2, 150, 500), draw(500, 260, seed=1), draw(2, 150, 260, seed=2)

@@ -12,6 +12,8 @@ import tilewright
 from tilewright.core.dispatch import find_op
 from tilewright.workbench.peers import with_torch
 
+pytestmark = pytest.mark.slow
+
 
 class Tensor(np.ndarray):
     """The methods of a torch tensor that the adapter calls."""

@@ -327,6 +327,7 @@ class Composition:
                 assert kernels_in(traced.jaxpr), name
                 traced.lower(lowering_platforms=(platform,))
 
+    @pytest.mark.slow
     def test_an_axis_that_cannot_be_cut_is_refused(self) -> None:
         """One sentence, with the op, the argument, the axis and the way out."""
         arrays, _ = self.drawn(None)

@@ -10,7 +10,7 @@ A family subclasses `OpContract` once per op, names the op, and says which notio
         segments = "segment_ids"
 
 A test of a notion that the op does not have (a norm has no sequence) is not collected at all. The default tier runs each
-implementation on one small case, values and gradients, and every property on the plain implementation. The slow tier
+implementation on one small case, values and gradients, and properties on the plain implementation. The slow tier
 (`pytest -m slow`) runs every small case, TPU and GPU kernels with race detection and with NaN in uninitialised memory, and
 every property on every implementation.
 """
@@ -381,7 +381,7 @@ class OpContract(Composition):
 
     # Transformations.
 
-    @over("every", default="plain")
+    @over("every", default="none")
     def test_vmap(self, implementation: str) -> None:
         """A batch of calls is the calls one by one, gradients too. Every array differs from call to call."""
         held = self.held(implementation)
@@ -419,7 +419,7 @@ class OpContract(Composition):
         for i, j in itertools.product(range(2), range(2)):
             assert_meets(held[(i + j) % 2], {quantity: values[i, j] for quantity, values in got.items()}, "nested vmap")
 
-    @over("every", default="plain")
+    @over("every", default="none")
     def test_remat(self, implementation: str) -> None:
         held = held_case(self.op_name, self.first_case(), self.dtypes(implementation)[0])
         function = call(held.op, held.case, implementation)

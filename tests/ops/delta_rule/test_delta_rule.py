@@ -132,6 +132,7 @@ def test_two_calls_chained_through_the_state_are_one(op: str, implementation: st
     close(last, state)
 
 
+@pytest.mark.slow
 @every_op
 @every_implementation
 def test_nothing_later_changes_what_was(op: str, implementation: str) -> None:

@@ -148,10 +148,10 @@ def test_kernels_for_a_gpu_say_that_there_is_none() -> None:
 @pytest.mark.parametrize(
     ("op", "case"),
     [
-        ("grouped_matmul", "swiglu"),
+        ("matmul", "relu"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("grouped_matmul", "unequal"), ("matmul", "swiglu"), ("matmul", "relu"))
+            for each in (("grouped_matmul", "unequal"), ("grouped_matmul", "swiglu"), ("matmul", "swiglu"))
         ),
     ],
 )

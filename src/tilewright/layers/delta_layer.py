@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.core.quantized import QuantizedArray
 from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
 from tilewright.ops.delta_rule.api import LARGEST_WIDTH, SMALLEST_WIDTH
 from tilewright.ops.short_conv.api import MAX_WIDTH, MIN_WIDTH, short_conv, short_conv_step
@@ -164,7 +165,7 @@ class DeltaLayer[W](Layer[W]):
 
 def _convolved(
     x: Float[Array, "B T D"],
-    projection: Float[Array, "D E"],
+    projection: Float[Array, "D E"] | QuantizedArray,
     filters: Float[Array, "W E"],
     conv_state: Float[Array, "B W-1 E"] | None,
     segment_ids: Int[Array, "B T"] | None,

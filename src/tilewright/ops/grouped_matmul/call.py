@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int, Num
 
 from tilewright.core.activation import parts_of
 from tilewright.core.call import Call, array, option, power_of_two
-from tilewright.core.quantized import unpacked
 
 
 class GroupedMatmulCall(Call):
@@ -41,14 +40,6 @@ class GroupedMatmulCall(Call):
         """G, M, K and N: groups, rows of x, channels that are contracted, columns of y."""
         (m, k), groups, n = self.x.shape, self.w.shape[0], self.w.shape[-1]
         return groups, m, k, n
-
-    @property
-    def values(self) -> Any:
-        """The values of w as [G, K, P, N]: floating, float8 or int8."""
-        if self.w_dtype != "int4":
-            return self.w
-        groups, rows, parts, n = self.w.shape
-        return unpacked(self.w.reshape(groups, rows, parts * n)).reshape(groups, 2 * rows, parts, n)
 
     def bucket(self) -> Mapping[str, Any]:
         groups, m, k, n = self.sizes

@@ -9,6 +9,7 @@ from tilewright.core.activation import activate
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator, round_gradient
+from tilewright.core.products import weight_values
 from tilewright.core.quantized import expanded_scales
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 
@@ -16,7 +17,7 @@ from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, 
 def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, None]:
     exact = accumulator(call.x.dtype if call.x_scales is None else call.x_scales.dtype)
     (m, k), n = call.x.shape, call.w.shape[-1]
-    x, w = call.x.astype(exact), call.values.astype(exact)
+    x, w = call.x.astype(exact), weight_values(call).astype(exact)
     if call.x_scales is not None:
         x = x * expanded_scales(call.x_scales.astype(exact), (m, k))
     if call.w_scales is not None:

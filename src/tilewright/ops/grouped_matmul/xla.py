@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.core.activation import activate, pull_back
+from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.products import d_product, dequantized_weights, saved_dtype, weight_values
 from tilewright.core.quantized import expanded_scales
 from tilewright.ops.grouped_matmul.blocks import RowBlocks, row_blocks
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
@@ -34,22 +35,14 @@ def dequantized_rows(call: GroupedMatmulCall) -> jax.Array:
     return call.x.astype(jnp.float32) * scales
 
 
-def dequantized_weights(call: GroupedMatmulCall, dtype: Any) -> jax.Array:
-    """w [G, K, P N] in `dtype`, scales included."""
-    groups, k, parts, n = call.values.shape
-    if call.w_scales is None:
-        return call.values.reshape(groups, k, parts * n).astype(dtype)
-    scales = expanded_scales(jnp.moveaxis(call.w_scales, 2, 1), (k, n))  # [G, P, K or 1, N]
-    return (call.values.astype(jnp.float32) * jnp.moveaxis(scales, 1, 2)).astype(dtype).reshape(groups, k, parts * n)
-
-
 def _weights_and_scales(call: GroupedMatmulCall, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """w [G, K, P N] in `dtype`, and scales [G, 1, P N] for the result where they are not in it."""
-    groups, k, parts, n = call.values.shape
+    values = weight_values(call)
+    groups, k, parts, n = values.shape
     if call.w_scales is None or call.w_scales.shape[1] > 1:
         return dequantized_weights(call, dtype), None
     scales = expanded_scales(call.w_scales[:, 0], (parts, n)).reshape(groups, 1, parts * n)
-    return call.values.reshape(groups, k, parts * n).astype(dtype), scales
+    return values.reshape(groups, k, parts * n).astype(dtype), scales
 
 
 def _blocks(call: GroupedMatmulCall, block_m: int) -> RowBlocks:
@@ -67,11 +60,6 @@ def _of_rows(blocks: RowBlocks, results: jax.Array) -> jax.Array:
     own = results[blocks.block, blocks.place]
     inside = blocks.in_group.reshape(-1, *[1] * (own.ndim - 1))
     return jnp.where(inside, own, jnp.zeros_like(own))
-
-
-def saved_dtype(call: GroupedMatmulCall) -> Any:
-    """The dtype that z is saved in for the backward pass."""
-    return jnp.float32 if call.x_scales is not None else call.x.dtype
 
 
 def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
@@ -93,19 +81,15 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
     return y, None if z is None else _of_rows(blocks, z)
 
 
-def d_product(call: GroupedMatmulCall, saved: Any, dy: jax.Array) -> jax.Array:
+def d_rows(call: GroupedMatmulCall, saved: Any, dy: jax.Array) -> jax.Array:
     """The gradient of z in x's dtype, [M, P N]."""
-    if call.activation is None:
-        return dy.astype(call.x.dtype)
-    z = tuple(saved[:, part].astype(jnp.float32) for part in range(call.parts))
-    dz = pull_back(call.activation, z, dy.astype(jnp.float32))
-    return jnp.concatenate(dz, axis=1).astype(call.x.dtype)
+    return d_product(call, saved, dy).reshape(dy.shape[0], -1).astype(call.x.dtype)
 
 
 def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
     if call.x_scales is not None:
         return call.gradients()
-    dz, blocks = d_product(call, saved, dy), _blocks(call, launch.config.block_m)
+    dz, blocks = d_rows(call, saved, dy), _blocks(call, launch.config.block_m)
     w = dequantized_weights(call, call.x.dtype)
     trains = call.w_scales is None
 

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Num
 
 from tilewright.core.activation import parts_of
 from tilewright.core.call import Call, array, option, power_of_two
-from tilewright.core.quantized import unpacked
 
 
 class MatmulCall(Call):
@@ -43,13 +42,6 @@ class MatmulCall(Call):
         """M, K and N: rows of x, channels that are contracted, columns of y."""
         *tokens, k = self.x.shape
         return math.prod(tokens), k, self.w.shape[-1]
-
-    @property
-    def values(self) -> Any:
-        """The values of w as [K, P, N]: floating, float8 or int8."""
-        if self.w_dtype != "int4":
-            return self.w
-        return unpacked(self.w.reshape(self.w.shape[0], -1)).reshape(-1, *self.w.shape[1:])
 
     def bucket(self) -> Mapping[str, Any]:
         m, k, n = self.sizes

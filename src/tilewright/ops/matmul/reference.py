@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from tilewright.core.activation import activate
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.numerics import accumulator, round_gradient
+from tilewright.core.products import weight_values
 from tilewright.core.quantized import expanded_scales
 from tilewright.ops.matmul.call import MatmulCall
 
 
 def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, None]:
     exact = accumulator(call.x.dtype if call.x_scales is None else call.x_scales.dtype)
-    x, w = call.x.astype(exact), call.values.astype(exact)
+    x, w = call.x.astype(exact), weight_values(call).astype(exact)
     if call.x_scales is not None:
         x = x * expanded_scales(call.x_scales[..., None, :].astype(exact), (1, x.shape[-1]))[..., 0, :]
     if call.w_scales is not None:

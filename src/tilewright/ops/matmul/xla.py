@@ -14,26 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tilewright.core.activation import activate, pull_back
+from tilewright.core.activation import activate
 from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.products import d_product, dequantized_weights, saved_dtype, weight_values
 from tilewright.core.quantized import expanded_scales
 from tilewright.ops.matmul.call import MatmulCall
 from tilewright.pallas.arrays import dot_f32
 
 
-def dequantized_weights(call: MatmulCall, dtype: Any) -> jax.Array:
-    """w [K, P N] in `dtype`, scales included."""
-    k, parts, n = call.values.shape
-    if call.w_scales is None:
-        return call.values.reshape(k, parts * n).astype(dtype)
-    scales = expanded_scales(jnp.moveaxis(call.w_scales, 1, 0), (k, n))  # [P, K or 1, N]
-    return (call.values.astype(jnp.float32) * jnp.moveaxis(scales, 0, 1)).astype(dtype).reshape(k, parts * n)
-
-
 def _column_scales(call: MatmulCall) -> jax.Array:
     """The scales of a w that has none along K, [1, P N]."""
     assert call.w_scales is not None
-    _, parts, n = call.values.shape
+    _, parts, n = weight_values(call).shape
     return expanded_scales(call.w_scales[0], (parts, n)).reshape(1, parts * n)
 
 
@@ -44,7 +36,7 @@ def _product(call: MatmulCall) -> jax.Array:
     if call.x_scales is not None:
         return _quantized_product(call)
     if call.w_scales.shape[0] == 1:
-        values = call.values.reshape(call.x.shape[1], -1).astype(call.x.dtype)
+        values = weight_values(call).reshape(call.x.shape[1], -1).astype(call.x.dtype)
         return dot_f32(call.x, values, (1, 0)) * _column_scales(call)
     return dot_f32(call.x, dequantized_weights(call, call.x.dtype), (1, 0))
 
@@ -53,8 +45,9 @@ def _quantized_product(call: MatmulCall) -> jax.Array:
     """x w of two quantised operands in float32, [M, P N]."""
     assert call.x_scales is not None
     assert call.w_scales is not None
-    (k, parts, n), m = call.values.shape, call.x.shape[0]
-    x, w = call.x, call.values.reshape(k, parts * n)
+    values, m = weight_values(call), call.x.shape[0]
+    k, parts, n = values.shape
+    x, w = call.x, values.reshape(k, parts * n)
     both_integers = x.dtype == w.dtype == jnp.int8
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -93,26 +86,12 @@ def finished(call: MatmulCall, z: jax.Array) -> jax.Array:
     return y.astype(call.out_dtype)
 
 
-def saved_dtype(call: MatmulCall) -> Any:
-    """The dtype that z is saved in for the backward pass."""
-    return jnp.float32 if jnp.issubdtype(call.x.dtype, jnp.integer) or call.x_scales is not None else call.x.dtype
-
-
 def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
     m, _, n = call.sizes
     z = _product(call).reshape(m, call.parts, n)
     z = z if call.bias is None else z + call.bias.astype(jnp.float32)[None]
     return finished(call, z), None if call.activation is None else z.astype(saved_dtype(call))
-
-
-def d_product(call: MatmulCall, saved: Any, dy: jax.Array) -> jax.Array:
-    """The gradient of z, float32 [M, P, N]."""
-    dy = dy.astype(jnp.float32)
-    if call.activation is None:
-        return dy[:, None]
-    z = tuple(saved[:, part].astype(jnp.float32) for part in range(call.parts))
-    return jnp.stack(pull_back(call.activation, z, dy), axis=1)
 
 
 def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> MatmulCall:

@@ -10,13 +10,19 @@ from jax.experimental import pallas as pl
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.gemm import Gemm
 from tilewright.pallas.gpu.registers import along_rows, load_along_columns, load_row_vector
+from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 DEPTH = 128
 """Values of the contracted axis that share a scale, and that a step of the main loop has."""
 
 
-def refused_scales(x_scales: Any, w_scales: Any, w: Any, x: Any) -> str | None:
-    """Why operands cannot be multiplied here; or None. `w_scales` are [..., KS, P, NS], `w` is [..., K, P, N]."""
+def refused_operands(call: Any) -> str | None:
+    """Why the operands of a call of products (core/products.py) cannot be multiplied here; or None."""
+    x, w, x_scales, w_scales = call.x, call.w, call.x_scales, call.w_scales
+    if x_scales is None:
+        return not_bfloat16(x, ("x", "w"))
+    if call.w_dtype == "int4":
+        return "w is int4, and Hopper's tensor cores multiply 8 bits; use quantize(w, 'int8'), or implementation='xla'"
     steps, n = -(-x.shape[-1] // DEPTH), w.shape[-1]
     use = "use quantize(x, dtype, block=(1, 128)) and quantize(w, dtype, block=(128, 128)), or implementation='xla'"
     if x.dtype != w.dtype:

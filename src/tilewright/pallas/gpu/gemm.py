@@ -55,6 +55,11 @@ from tilewright.pallas.gpu.scheduler import Banded
 from tilewright.pallas.gpu.tile_config import GemmTiles
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops, products
 
+BLOCK_N, STAGES, BAND = 256, 4, 16
+"""What heuristics take: the widest tile, as many stages as fit beside it, and block rows whose operands stay in the L2."""
+_SCALED_BLOCK_N, _SCALED_STAGES = 128, 6  # Scaled sums have registers of their own, so the tile is half as wide.
+MEMORY_FIELDS = "a smaller block_n or stages"
+
 Epilogue = Callable[..., Callable[..., None]]
 """(consumer, block row, block column), or (consumer, *place) of a `Plan` -> a function of the consumer's part of the tile:
 one float32 array [rows, block_n / parts] for each of the parts."""
@@ -325,6 +330,19 @@ class Gemm:
 Scale = Callable[..., Callable[[int, jax.Array], jax.Array]]
 """(consumer, step, *place) -> a function of a part's number and its products of that step, float32 [rows, width]. What it
 loads is on its way while the products are computed."""
+
+
+def largest_tile(
+    config: type[Any], chip: Chip, memory: Callable[[Any], Mapping[str, int]], *, scaled: bool, **fields: Any
+) -> Any:
+    """The config with the widest tile and the most stages whose kernels fit. `memory`: their shared memory, of a config."""
+    block_n, most = (_SCALED_BLOCK_N, _SCALED_STAGES) if scaled else (BLOCK_N, STAGES)
+    chosen = None
+    for stages in range(most, 1, -1):
+        chosen = config(block_n, stages, BAND, **fields)
+        if max(memory(chosen).values()) <= (chip.smem_bytes or 0):
+            break
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)

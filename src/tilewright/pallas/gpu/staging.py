@@ -22,9 +22,14 @@ WIDTH = 64
 """Columns of a part of a tile that is stored at a time."""
 
 
-def staging_scratch(consumers: int, rows: int, dtype: Any) -> Any:
-    """Scratch for the stores of each consumer warpgroup: [consumers, BUFFERS, rows, WIDTH]."""
-    return tile(consumers, BUFFERS, rows, WIDTH, dtype=dtype)
+def staging_scratch(consumers: int, rows: int, **dtypes: Any) -> dict[str, Any]:
+    """Scratch for the stores of each consumer warpgroup: `<name>_smem` [consumers, BUFFERS, rows, WIDTH] for each dtype, or
+    None where there is none.
+    """
+    return {
+        f"{name}_smem": None if dtype is None else tile(consumers, BUFFERS, rows, WIDTH, dtype=dtype)
+        for name, dtype in dtypes.items()
+    }
 
 
 class Staging:

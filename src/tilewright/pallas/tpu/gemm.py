@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.chip import LANES, ROW_TILE, SUBLANES, Chip
-from tilewright.core.quantized import chips_with, unit_of
+from tilewright.core.products import dequantized_weights
+from tilewright.core.quantized import chips_with, expanded_scales, unit_of
 from tilewright.pallas.arrays import dot_f32
 from tilewright.pallas.tpu.kernel import not_float64, padded_bytes
 
@@ -73,6 +74,19 @@ def epilogue_rows(block_m: int, columns: int) -> int:
     return math.gcd(1 << (rows.bit_length() - 1), block_m)
 
 
+def scales_in_kernel(call: Any) -> bool:
+    """Whether the kernel takes quantised weights as they are; else XLA dequantises them first."""
+    blocks = call.w_scales.shape[-3]
+    return call.x_scales is not None or blocks == 1 or (call.x.shape[1] // blocks) % LANES == 0
+
+
+def dequantized_note(call: Any) -> str:
+    """What `explain` says of weights that XLA dequantises before the kernel."""
+    if call.w_scales is None or scales_in_kernel(call):
+        return ""
+    return f"w is dequantised before the kernel: its scales along K are not per a multiple of {LANES}"
+
+
 @dataclass(frozen=True)
 class Factors:
     """How x [M, K] and w [K, N] are multiplied. Static."""
@@ -88,6 +102,30 @@ class Factors:
     """Scales along K, per row of x; 0 where x is not quantised."""
     w_scales: int = 0
     """Scales along K, per column of w; 0 where w is not quantised."""
+
+    @staticmethod
+    def of(call: Any, chip: Chip) -> "Factors":
+        """The factors of a call of products (core/products.py) on a chip."""
+        w_scales = call.w_scales if call.w_scales is not None and scales_in_kernel(call) else None
+        w_dtype = call.x.dtype.name if w_scales is None else call.w_dtype
+        return Factors(
+            k=call.x.shape[1],
+            x_dtype=call.x.dtype,
+            w_dtype=w_dtype,
+            multiplied=multiplied_dtype(call.x.dtype, w_dtype, x_quantized=call.x_scales is not None, chip=chip),
+            w_transposed=w_dtype.startswith("float8"),
+            x_scales=0 if call.x_scales is None else call.x_scales.shape[1],
+            w_scales=0 if w_scales is None else w_scales.shape[-3],
+        )
+
+    def operands(self, call: Any) -> tuple[jax.Array, jax.Array | None]:
+        """w as the kernel reads it, [..., K, P N] or transposed, and its scales [..., P, KS, N]."""
+        w = call.w.reshape(*call.w.shape[:-2], -1)  # int4: half of the rows
+        if self.w_scales:
+            scales = jnp.moveaxis(call.w_scales, -2, -3).astype(jnp.float32)  # [..., P, KS, NS]
+            scales = expanded_scales(scales, (self.w_scales, call.w.shape[-1]))
+            return jnp.swapaxes(w, -1, -2) if self.w_transposed else w, scales
+        return w if call.w_scales is None else dequantized_weights(call, call.x.dtype), None
 
     @property
     def scale_k(self) -> int | None:

@@ -21,7 +21,6 @@ Quantised weights with a float x are dequantised by XLA to bfloat16 first, which
 operands are multiplied as in ops/matmul/pallas_gpu/sm90.py.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -34,20 +33,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
+from tilewright.core.products import dequantized_weights
+from tilewright.ops.grouped_matmul.blocks import row_tiles
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
-from tilewright.ops.grouped_matmul.xla import d_product, dequantized_weights
-from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_scales, scale_operands
-from tilewright.pallas.gpu.gemm import Gemm, Plan
+from tilewright.ops.grouped_matmul.xla import d_rows
+from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands
+from tilewright.pallas.gpu.gemm import BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape, with_rows_past_end
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import WGMMA, row_indices
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store_first_rows
-from tilewright.pallas.gpu.wgmma import not_bfloat16
 
-_BLOCK_N, _STAGES, _BAND = 256, 4, 16
-_QUANTIZED_STAGES = 6
 # What the kernel reads of a tile's rows: their group, the first of them, and the end of the group.
 _GROUP, _START, _END = range(3)
 
@@ -55,16 +53,10 @@ _GROUP, _START, _END = range(3)
 def _row_tiles(starts: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array]:
     """The rows of tiles: int32 [3, tiles] (`_GROUP`, `_START`, `_END`), and their number, [1].
 
-    Rows past the last group are a group G of their own. There are at most m // block_m + G + 1 tiles.
+    Rows past the last group are a group G of their own.
     """
-    groups = starts.shape[0] - 1
-    bounds = jnp.concatenate([starts, jnp.full((1,), m, jnp.int32)])  # [G + 2]
-    counts = (bounds[1:] - bounds[:-1] + block_m - 1) // block_m  # [G + 1]
-    ends = jnp.cumsum(counts).astype(jnp.int32)
-    number = jnp.arange(m // block_m + groups + 1, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), groups)
-    start = bounds[group] + (number - (ends - counts)[group]) * block_m
-    return jnp.stack([group, start, bounds[group + 1]]), ends[-1:]
+    tiles = row_tiles(jnp.concatenate([starts, jnp.full((1,), m, jnp.int32)]), m, block_m)
+    return jnp.stack([tiles.group, tiles.start, tiles.end]), tiles.first[-1:]
 
 
 def _rows_kernel(
@@ -239,14 +231,6 @@ def _dw_kernel(
     gemm.main_loop(x_ref, dz_ref, pipeline, epilogue, plan=plan)
 
 
-def _scratch(gemm: Gemm, **dtypes: Any) -> dict[str, Any]:
-    """Staging buffers by name."""
-    return {
-        f"{name}_smem": None if dtype is None else staging_scratch(gemm.consumers, gemm.rows, dtype)
-        for name, dtype in dtypes.items()
-    }
-
-
 def _multiply_rows(
     gemm: Gemm,
     x: jax.Array,
@@ -288,7 +272,7 @@ def _multiply_rows(
             if z_dtype is None
             else jax.ShapeDtypeStruct(whole_shape((m_out, gemm.parts, n_out), 1, 1, columns), z_dtype),
         },
-        scratch=_scratch(gemm, y=out_dtype, z=z_dtype),
+        scratch=staging_scratch(gemm.consumers, gemm.rows, y=out_dtype, z=z_dtype),
     )
     return outputs["y"][:m, :n], None if z_dtype is None else outputs["z"][:m, :, :n]
 
@@ -350,7 +334,10 @@ def _gradient_gemms(call: GroupedMatmulCall, launch: Launch) -> tuple[Gemm, Gemm
 
 
 def _dw_scratch(gemm: Gemm) -> dict[str, Any]:
-    return {**_scratch(gemm, dw=jnp.bfloat16), "cleared": plgpu.Barrier(num_arrivals=gemm.consumers)}
+    return {
+        **staging_scratch(gemm.consumers, gemm.rows, dw=jnp.bfloat16),
+        "cleared": plgpu.Barrier(num_arrivals=gemm.consumers),
+    }
 
 
 def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array) -> jax.Array:
@@ -372,7 +359,7 @@ def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array)
 def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
     if call.x_scales is not None:  # Operands of 8 bits have no gradient.
         return call.gradients()
-    dz, starts = d_product(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
+    dz, starts = d_rows(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
     for_x, for_w = _gradient_gemms(call, launch)
     w = dequantized_weights(call, jnp.bfloat16)
     dx, _ = _multiply_rows(for_x, dz, w, starts, jnp.bfloat16, name="grouped_matmul_dx")
@@ -381,24 +368,20 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
     return call.gradients(x=dx, w=_weight_gradient(for_w, call.x, dz, starts).reshape(call.w.shape))
 
 
-def _unsupported_reason(call: GroupedMatmulCall, launch: Launch) -> str | None:
-    if call.x_scales is None:
-        return not_bfloat16(call.x, ("x", "w"))
-    if call.w_dtype == "int4":
-        return "w is int4, and Hopper's tensor cores multiply 8 bits; use quantize(w, 'int8'), or implementation='xla'"
-    return refused_scales(call.x_scales, call.w_scales, call.w, call.x)
-
-
 def _forward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
     gemm = _forward_gemm(call, launch)
     z_dtype = None if call.activation is None else jnp.bfloat16
-    return {"forward": smem_bytes({**_scratch(gemm, y=call.out_dtype, z=z_dtype), **gemm.scratch()})}
+    return {
+        "forward": smem_bytes(
+            {**staging_scratch(gemm.consumers, gemm.rows, y=call.out_dtype, z=z_dtype), **gemm.scratch()}
+        )
+    }
 
 
 def _backward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
     for_x, for_w = _gradient_gemms(call, launch)
     return {
-        "dx": smem_bytes({**_scratch(for_x, y=jnp.bfloat16), **for_x.scratch()}),
+        "dx": smem_bytes({**staging_scratch(for_x.consumers, for_x.rows, y=jnp.bfloat16), **for_x.scratch()}),
         "dw": smem_bytes({**_dw_scratch(for_w), **for_w.scratch()}),
     }
 
@@ -410,31 +393,29 @@ def _block_m(call: GroupedMatmulCall) -> int:
 
 
 def _heuristic(chip: Chip, call: GroupedMatmulCall) -> GroupedMatmulSm90Forward:
-    """The widest tile, and as many stages as fit beside what is staged."""
-    # Scaled sums have registers of their own, so the tile is half as wide.
-    block_n, most = (_BLOCK_N, _STAGES) if call.x_scales is None else (DEPTH, _QUANTIZED_STAGES)
-    config = GroupedMatmulSm90Forward(block_n, 2, _BAND, block_m=_block_m(call))
-    for stages in range(most, 1, -1):
-        config = dataclasses.replace(config, stages=stages)
-        if max(_forward_memory(call, Launch(chip, config, None)).values()) <= (chip.smem_bytes or 0):
-            break
-    return config
+    return largest_tile(
+        GroupedMatmulSm90Forward,
+        chip,
+        lambda config: _forward_memory(call, Launch(chip, config, None)),
+        scaled=call.x_scales is not None,
+        block_m=_block_m(call),
+    )
 
 
 FORWARD = Pass(
     _forward,
     config=GroupedMatmulSm90Forward,
     heuristic=_heuristic,
-    unsupported_reason=_unsupported_reason,
+    unsupported_reason=lambda call, launch: refused_operands(call),
     memory=_forward_memory,
-    memory_fields="a smaller block_n or stages",
+    memory_fields=MEMORY_FIELDS,
     saved="M . N",
 )
 BACKWARD = Pass(
     _backward,
     config=GroupedMatmulSm90Backward,
-    heuristic=lambda chip, call: GroupedMatmulSm90Backward(_BLOCK_N, _STAGES, _BAND),
-    unsupported_reason=_unsupported_reason,
+    heuristic=lambda chip, call: GroupedMatmulSm90Backward(BLOCK_N, STAGES, BAND),
+    unsupported_reason=lambda call, launch: refused_operands(call),
     memory=_backward_memory,
-    memory_fields="a smaller block_n or stages",
+    memory_fields=MEMORY_FIELDS,
 )

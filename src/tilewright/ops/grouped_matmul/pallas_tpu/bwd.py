@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
+from tilewright.core.products import dequantized_weights
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts
 from tilewright.ops.grouped_matmul.config import GroupedMatmulTpuBackward, GroupedMatmulTpuForward
 from tilewright.ops.grouped_matmul.pallas_tpu.fwd import (
@@ -41,7 +42,7 @@ from tilewright.ops.grouped_matmul.pallas_tpu.fwd import (
     temporaries,
 )
 from tilewright.ops.grouped_matmul.pallas_tpu.visits import NAMES, num_visits, visits_of_groups
-from tilewright.ops.grouped_matmul.xla import d_product, dequantized_weights
+from tilewright.ops.grouped_matmul.xla import d_rows
 from tilewright.pallas.arrays import dot_f32
 from tilewright.pallas.tpu.gemm import Factors, GroupedWork, float_passes, ranked_grouped_blocks
 from tilewright.pallas.tpu.kernel import VMEM_SHARE, Axis, Block, Kernel, Output, not_float64, padded_bytes
@@ -176,7 +177,7 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
     if call.x_scales is not None:
         return call.gradients()
     config, chip, (_, m, k, n) = launch.config, launch.chip, call.sizes
-    dz = d_product(call, saved, dy)  # [M, P N]
+    dz = d_rows(call, saved, dy)  # [M, P N]
     arrays = {"x": dz, "w": dequantized_weights(call, call.x.dtype)}
     right = jnp.zeros((), jnp.float32)
     dx = multiply_groups(_dx_product(call), arrays, call.group_sizes, right, _dx_config(config), chip)["y"]

@@ -36,21 +36,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.activation import activate
-from tilewright.core.chip import LANES, Chip
+from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch
-from tilewright.core.quantized import expanded_scales
+from tilewright.core.products import saved_dtype
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulTpuForward
 from tilewright.ops.grouped_matmul.pallas_tpu.visits import NAMES, num_visits, visits_of_rows
-from tilewright.ops.grouped_matmul.xla import dequantized_weights, saved_dtype
 from tilewright.pallas.tpu.gemm import (
     Factors,
     GroupedWork,
     block_reason,
     column_parts,
+    dequantized_note,
     epilogue_rows,
     float_passes,
-    multiplied_dtype,
     quotient,
     ranked_grouped_blocks,
 )
@@ -273,31 +272,13 @@ def multiply_groups(
     )
 
 
-def _in_kernel(call: GroupedMatmulCall) -> bool:
-    """Whether the kernel takes quantised weights as they are; else XLA dequantises them first."""
-    assert call.w_scales is not None
-    blocks = call.w_scales.shape[1]
-    return call.x_scales is not None or blocks == 1 or (call.x.shape[1] // blocks) % LANES == 0
-
-
 def _grouped_product(call: GroupedMatmulCall, chip: Chip, *, save: bool) -> GroupedProduct:
-    groups, m, k, n = call.sizes
-    quantized = call.w_scales is not None and _in_kernel(call)
-    w_dtype = call.w_dtype if quantized else call.x.dtype.name
-    factors = Factors(
-        k=k,
-        x_dtype=call.x.dtype,
-        w_dtype=w_dtype,
-        multiplied=multiplied_dtype(call.x.dtype, w_dtype, x_quantized=call.x_scales is not None, chip=chip),
-        w_transposed=w_dtype.startswith("float8"),
-        x_scales=0 if call.x_scales is None else call.x_scales.shape[1],
-        w_scales=call.w_scales.shape[1] if quantized and call.w_scales is not None else 0,
-    )
+    groups, m, _, n = call.sizes
     return GroupedProduct(
         groups=groups,
         m=m,
         n=n,
-        factors=factors,
+        factors=Factors.of(call, chip),
         out_dtype=call.out_dtype,
         activation=call.activation,
         parts=call.parts,
@@ -308,18 +289,9 @@ def _grouped_product(call: GroupedMatmulCall, chip: Chip, *, save: bool) -> Grou
 def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
     product = _grouped_product(call, launch.chip, save=save)
-    factors, (groups, m, _, n) = product.factors, call.sizes
-    w = call.w.reshape(groups, call.w.shape[1], -1)  # [G, K, P N]; int4: [G, K / 2, P N]
-    scales = None
-    if factors.w_scales:
-        assert call.w_scales is not None
-        scales = jnp.moveaxis(call.w_scales, 2, 1).astype(jnp.float32)  # [G, P, KS, NS]
-        scales = expanded_scales(scales, (factors.w_scales, n))
-        w = jnp.swapaxes(w, 1, 2) if factors.w_transposed else w
-    elif call.w_scales is not None:
-        w = dequantized_weights(call, call.x.dtype)
+    w, scales = product.factors.operands(call)
     arrays = {"x": call.x, "w": w, "x_scales": call.x_scales, "w_scales": scales}
-    wrong = poison(call.group_sizes, m)
+    wrong = poison(call.group_sizes, call.x.shape[0])
     outputs = multiply_groups(product, arrays, call.group_sizes, wrong, launch.config, launch.chip)
     z = outputs["z"]
     return outputs["y"], None if z is None else jnp.moveaxis(z, 0, 1)
@@ -335,12 +307,6 @@ def _unsupported_reason(call: GroupedMatmulCall, launch: Launch) -> str | None:
     return block_reason(call.x, factors, launch.config.block_k, launch.chip)
 
 
-def _note(call: GroupedMatmulCall) -> str:
-    if call.w_scales is None or _in_kernel(call):
-        return ""
-    return f"w is dequantised before the kernel: its scales along K are not per a multiple of {LANES}"
-
-
 FORWARD = block_pass(
     _forward,
     GroupedMatmulTpuForward,
@@ -351,5 +317,5 @@ FORWARD = block_pass(
     unsupported_reason=_unsupported_reason,
     memory_fields="a smaller block_m, block_n or block_k",
     saved="M . N",
-    note=_note,
+    note=dequantized_note,
 )

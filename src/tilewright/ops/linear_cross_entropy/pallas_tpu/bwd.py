@@ -26,7 +26,6 @@ from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuBackward
 from tilewright.ops.linear_cross_entropy.pallas_tpu.fwd import (
-    for_row_tiles,
     hidden_slices,
     largest_blocks,
     logits_tile,
@@ -34,6 +33,7 @@ from tilewright.ops.linear_cross_entropy.pallas_tpu.fwd import (
     unsupported_reason,
 )
 from tilewright.pallas.arrays import dot_f32
+from tilewright.pallas.tpu.gemm import for_row_tiles, up_to
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output
 
 _ROW_ARRAYS = 6  # Values per row that the compiler may keep in VMEM: the four of `rows` apart, and their products.
@@ -53,12 +53,6 @@ def _d_logits(
     if soft_cap is not None:
         d_logits = d_logits * (1.0 - jnp.square(logits * (1.0 / soft_cap)))
     return d_logits
-
-
-def _up_to(end: int, values: jax.Array, axis: int, first: jax.Array) -> jax.Array:
-    """The part of an array that begins at `first` along `axis`, with zeros from `end` on."""
-    inside = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) < end
-    return jnp.where(inside, values, jnp.zeros_like(values))
 
 
 def _dx_kernel(
@@ -85,12 +79,12 @@ def _dx_kernel(
     def add_tile(rows: Any) -> None:
         d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first, call.soft_cap, config.block_h)  # [tile_n, block_v]
         if vocabulary % block_v:
-            d_logits = _up_to(vocabulary, d_logits, 1, first)
+            d_logits = up_to(vocabulary, d_logits, 1, first)
         d_logits = d_logits.astype(w_ref.dtype)
         for part in hidden_slices(w_ref.shape[0], config.block_h):
             w = w_ref[part, :]  # [block_h, block_v]
             if vocabulary % block_v:
-                w = _up_to(vocabulary, w, 1, first)
+                w = up_to(vocabulary, w, 1, first)
             dx_scratch[rows, part] += dot_f32(d_logits, w, (1, 1))  # [tile_n, block_h]
 
     for_row_tiles(x_ref.shape[0], config.tile_n, add_tile)
@@ -127,12 +121,12 @@ def _dw_kernel(
         # [tile_n, block_v]
         d_logits = _d_logits(x_ref, w_ref, rows_ref, rows, first_column, call.soft_cap, config.block_h)
         if num_rows % block_n:
-            d_logits = _up_to(num_rows, d_logits, 0, first)
+            d_logits = up_to(num_rows, d_logits, 0, first)
         d_logits = d_logits.astype(x_ref.dtype)
         for part in hidden_slices(x_ref.shape[1], config.block_h):
             x = x_ref[rows, part]  # [tile_n, block_h]
             if num_rows % block_n:
-                x = _up_to(num_rows, x, 0, first)
+                x = up_to(num_rows, x, 0, first)
             dw_scratch[part, :] += dot_f32(x, d_logits, (0, 0))  # [block_h, block_v]
 
     for_row_tiles(block_n, config.tile_n, add_tile)

@@ -45,6 +45,7 @@ from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.config import LinearCrossEntropyTpuForward
 from tilewright.ops.linear_cross_entropy.vocabulary import RowStatistics
 from tilewright.pallas.arrays import dot_f32
+from tilewright.pallas.tpu.gemm import for_row_tiles
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, not_float64
 
 # Far below any logit, and far enough from float32's end that a difference of two stays finite.
@@ -90,18 +91,6 @@ def temporaries_bytes(call: LinearCrossEntropyCall, block_n: int, block_v: int, 
     """
     tile = min(block_n, tile_n) * block_v * (3 * _FLOAT32_BYTES + call.x.dtype.itemsize)
     return tile + row_arrays * block_n * LANES * _FLOAT32_BYTES
-
-
-def for_row_tiles(block_n: int, tile_n: int, body: Callable[[Any], None]) -> None:
-    """Calls `body` with a slice for each tile of rows of a block: in a loop, so that its code is generated once."""
-    if block_n <= tile_n:
-        body(slice(0, block_n))
-        return
-
-    def step(index: jax.Array, _: None) -> None:
-        body(pl.ds(pl.multiple_of(index * tile_n, tile_n), tile_n))
-
-    jax.lax.fori_loop(0, block_n // tile_n, step, None)
 
 
 def hidden_slices(h: int, block_h: int) -> list[slice]:

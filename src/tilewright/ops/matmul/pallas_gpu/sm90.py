@@ -24,7 +24,6 @@ Two quantised operands, int8 or float8: a step has 128 of K, and its products ar
 step are computed. w is read as [N, K], which is how float8 is stored by `quantize`; other layouts cost a transposed copy.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -35,20 +34,18 @@ from jax.experimental import pallas as pl
 from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
+from tilewright.core.products import d_product, dequantized_weights
 from tilewright.ops.matmul.call import MatmulCall
 from tilewright.ops.matmul.config import MatmulSm90Backward, MatmulSm90Forward
-from tilewright.ops.matmul.xla import d_product, dequantized_weights
 from tilewright.pallas.arrays import padded
-from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_scales, scale_operands
-from tilewright.pallas.gpu.gemm import Gemm
+from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands
+from tilewright.pallas.gpu.gemm import BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, largest_tile
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import load_along_columns, load_tile
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch
-from tilewright.pallas.gpu.wgmma import not_bfloat16
 
-_BLOCK_N, _STAGES, _BAND, _CLUSTER = 256, 4, 16, 2
-_QUANTIZED_STAGES = 6
+_CLUSTER = 2
 
 
 def _kernel(
@@ -103,13 +100,6 @@ def _kernel(
     gemm.main_loop(a_ref, b_ref, pipeline, epilogue, scale=None if x_scales_ref is None else scale)
 
 
-def _scratch(gemm: Gemm, y_dtype: Any, z_dtype: Any) -> dict[str, Any]:
-    def staging(dtype: Any) -> Any:
-        return None if dtype is None else staging_scratch(gemm.consumers, gemm.rows, dtype)
-
-    return {"y_smem": staging(y_dtype), "z_smem": staging(z_dtype)}
-
-
 def _gemm(launch: Launch, m: int, k: int, n: int, **options: Any) -> Gemm:
     return Gemm.of(launch.config, launch.chip, m=m, n=n, k=k, dtype=jnp.bfloat16, **options)
 
@@ -154,7 +144,7 @@ def _multiply(
             "y": jax.ShapeDtypeStruct(y_shape, out_dtype),
             "z": None if z_dtype is None else jax.ShapeDtypeStruct(z_shape, z_dtype),
         },
-        scratch=_scratch(gemm, out_dtype, z_dtype),
+        scratch=staging_scratch(gemm.consumers, gemm.rows, y=out_dtype, z=z_dtype),
     )
     return outputs["y"][:m, :n], None if z_dtype is None else outputs["z"][:m, :, :n]
 
@@ -238,53 +228,47 @@ def _epilogue_gradients(call: MatmulCall, dz: jax.Array, dy: jax.Array, **gradie
     return call.gradients(**gradients)
 
 
-def _unsupported_reason(call: MatmulCall, launch: Launch) -> str | None:
-    if call.x_scales is None:
-        return not_bfloat16(call.x, ("x", "w"))
-    if call.w_dtype == "int4":
-        return "w is int4, and Hopper's tensor cores multiply 8 bits; use quantize(w, 'int8'), or implementation='xla'"
-    return refused_scales(call.x_scales, call.w_scales, call.w, call.x)
-
-
 def _forward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
     gemm = _forward_gemm(call, launch)
     z_dtype = None if call.activation is None else jnp.bfloat16
-    return {"forward": smem_bytes({**_scratch(gemm, _kernel_dtype(call, gemm), z_dtype), **gemm.scratch()})}
+    staged = staging_scratch(gemm.consumers, gemm.rows, y=_kernel_dtype(call, gemm), z=z_dtype)
+    return {"forward": smem_bytes({**staged, **gemm.scratch()})}
 
 
 def _backward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
     gemms = dict(zip(("dx", "dw"), _gradient_gemms(call, launch), strict=True))
-    return {name: smem_bytes({**_scratch(gemm, jnp.bfloat16, None), **gemm.scratch()}) for name, gemm in gemms.items()}
+    return {
+        name: smem_bytes({**staging_scratch(gemm.consumers, gemm.rows, y=jnp.bfloat16), **gemm.scratch()})
+        for name, gemm in gemms.items()
+    }
 
 
 def _heuristic(chip: Chip, call: MatmulCall) -> MatmulSm90Forward:
-    """The widest tile, and as many stages as fit beside what is staged."""
     m, _, _ = call.sizes
-    block_m = 64 if m <= 64 else 128
-    # Scaled sums have registers of their own, so the tile is half as wide.
-    block_n, most = (_BLOCK_N, _STAGES) if call.x_scales is None else (DEPTH, _QUANTIZED_STAGES)
-    config = MatmulSm90Forward(block_n, 2, _BAND, block_m=block_m, cluster=_CLUSTER)
-    for stages in range(most, 1, -1):
-        config = dataclasses.replace(config, stages=stages)
-        if max(_forward_memory(call, Launch(chip, config, None)).values()) <= (chip.smem_bytes or 0):
-            break
-    return config
+    return largest_tile(
+        MatmulSm90Forward,
+        chip,
+        lambda config: _forward_memory(call, Launch(chip, config, None)),
+        scaled=call.x_scales is not None,
+        block_m=64 if m <= 64 else 128,
+        cluster=_CLUSTER,
+    )
 
 
 FORWARD = Pass(
     _forward,
     config=MatmulSm90Forward,
     heuristic=_heuristic,
-    unsupported_reason=_unsupported_reason,
+    unsupported_reason=lambda call, launch: refused_operands(call),
     memory=_forward_memory,
-    memory_fields="a smaller block_n or stages",
+    memory_fields=MEMORY_FIELDS,
     saved="*tokens . N",
 )
 BACKWARD = Pass(
     _backward,
     config=MatmulSm90Backward,
-    heuristic=lambda chip, call: MatmulSm90Backward(_BLOCK_N, _STAGES, _BAND, cluster=_CLUSTER),
-    unsupported_reason=_unsupported_reason,
+    heuristic=lambda chip, call: MatmulSm90Backward(BLOCK_N, STAGES, BAND, cluster=_CLUSTER),
+    unsupported_reason=lambda call, launch: refused_operands(call),
     memory=_backward_memory,
-    memory_fields="a smaller block_n or stages",
+    memory_fields=MEMORY_FIELDS,
 )

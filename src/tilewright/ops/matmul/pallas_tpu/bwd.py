@@ -25,13 +25,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tilewright.core.activation import pull_back
 from tilewright.core.chip import LANES, ROW_TILE, Chip
 from tilewright.core.implementation import Launch, Pass
+from tilewright.core.products import d_product, dequantized_weights
 from tilewright.ops.matmul.call import MatmulCall
 from tilewright.ops.matmul.config import MatmulTpuBackward, MatmulTpuForward
 from tilewright.ops.matmul.pallas_tpu.fwd import RowProduct, multiply_rows, row_candidates, vmem_bytes
-from tilewright.ops.matmul.xla import dequantized_weights
 from tilewright.pallas.arrays import dot_f32
 from tilewright.pallas.tpu.gemm import Factors, Work, float_passes, for_row_tiles, ranked_blocks, tile_rows, up_to
 from tilewright.pallas.tpu.kernel import VMEM_SHARE, Axis, Block, Kernel, Output, not_float64, padded_bytes
@@ -144,28 +143,21 @@ def _heuristic(chip: Chip, call: MatmulCall) -> MatmulTpuBackward:
     return next((each for each in candidates if _dw_bytes(call, each) <= limit), smallest)
 
 
-def _d_product(call: MatmulCall, saved: Any, dy: jax.Array) -> tuple[jax.Array, ...]:
-    """The parts of the gradient of z, each float32 [M, N]."""
-    dy = dy.astype(jnp.float32)
-    z = () if call.activation is None else tuple(saved[:, part].astype(jnp.float32) for part in range(call.parts))
-    return pull_back(call.activation, z, dy)
-
-
 def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> MatmulCall:
     config, chip = launch.config, launch.chip
     m, k, n = call.sizes
-    parts = _d_product(call, saved, dy)
+    dz = d_product(call, saved, dy)  # [M, P, N]
     gradients: dict[str, Any] = {}
     if call.x_scales is None:
-        dz = jnp.concatenate([part.astype(call.x.dtype) for part in parts], axis=1)  # [M, P N]
-        arrays = {"x": dz, "w": dequantized_weights(call, call.x.dtype)}
+        rows = dz.reshape(m, -1).astype(call.x.dtype)  # [M, P N]
+        arrays = {"x": rows, "w": dequantized_weights(call, call.x.dtype)}
         gradients["x"] = multiply_rows(_dx_product(call), arrays, _dx_config(config), chip)["y"]
         if call.w_scales is None:
             tile_k = min(config.tile_k_dw, config.block_k_dw)
             blocks = (config.block_k_dw, config.block_n_dw, config.block_m_dw)
             dw = _dw_declaration(call, config).run(
                 functools.partial(_dw_kernel, m=m, tile_k=tile_k),
-                {"x": call.x, "dz": dz},
+                {"x": call.x, "dz": rows},
                 chip=chip,
                 cost=pl.CostEstimate(
                     flops=2 * m * k * call.parts * n,
@@ -175,7 +167,7 @@ def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> Ma
             )["dw"]
             gradients["w"] = dw.reshape(call.w.shape)
     if call.bias is not None:
-        gradients["bias"] = jnp.stack([jnp.sum(part, axis=0) for part in parts])
+        gradients["bias"] = jnp.sum(dz, axis=0)
     if call.residual is not None:
         gradients["residual"] = dy
     return call.gradients(**gradients)

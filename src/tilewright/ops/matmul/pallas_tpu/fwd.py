@@ -37,21 +37,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.activation import activate
-from tilewright.core.chip import LANES, Chip
+from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch
-from tilewright.core.quantized import expanded_scales
+from tilewright.core.products import saved_dtype
 from tilewright.ops.matmul.call import MatmulCall
 from tilewright.ops.matmul.config import MatmulTpuForward
-from tilewright.ops.matmul.xla import dequantized_weights, saved_dtype
 from tilewright.pallas.tpu.gemm import (
     Factors,
     Work,
     block_reason,
     column_parts,
+    dequantized_note,
     epilogue_rows,
     float_passes,
     for_row_tiles,
-    multiplied_dtype,
     ranked_blocks,
     tile_rows,
 )
@@ -228,30 +227,12 @@ def multiply_rows(product: RowProduct, arrays: dict[str, Any], config: MatmulTpu
     )
 
 
-def _in_kernel(call: MatmulCall) -> bool:
-    """Whether the kernel takes quantised weights as they are; else XLA dequantises them first."""
-    assert call.w_scales is not None
-    blocks = call.w_scales.shape[0]
-    return call.x_scales is not None or blocks == 1 or (call.x.shape[1] // blocks) % LANES == 0
-
-
 def _row_product(call: MatmulCall, chip: Chip, *, save: bool) -> RowProduct:
-    m, k, n = call.sizes
-    quantized = call.w_scales is not None and _in_kernel(call)
-    w_dtype = call.w_dtype if quantized else call.x.dtype.name
-    factors = Factors(
-        k=k,
-        x_dtype=call.x.dtype,
-        w_dtype=w_dtype,
-        multiplied=multiplied_dtype(call.x.dtype, w_dtype, x_quantized=call.x_scales is not None, chip=chip),
-        w_transposed=w_dtype.startswith("float8"),
-        x_scales=0 if call.x_scales is None else call.x_scales.shape[1],
-        w_scales=call.w_scales.shape[0] if quantized and call.w_scales is not None else 0,
-    )
+    m, _, n = call.sizes
     return RowProduct(
         m=m,
         n=n,
-        factors=factors,
+        factors=Factors.of(call, chip),
         out_dtype=call.out_dtype,
         activation=call.activation,
         parts=call.parts,
@@ -264,16 +245,7 @@ def _row_product(call: MatmulCall, chip: Chip, *, save: bool) -> RowProduct:
 def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
     product = _row_product(call, launch.chip, save=save)
-    factors, (_, _, n) = product.factors, call.sizes
-    w = call.w.reshape(call.w.shape[0], -1)  # [K, P N]; int4: [K / 2, P N]
-    scales = None
-    if factors.w_scales:
-        assert call.w_scales is not None
-        scales = jnp.moveaxis(call.w_scales, 1, 0).astype(jnp.float32)  # [P, KS, NS]
-        scales = expanded_scales(scales, (factors.w_scales, n))
-        w = w.T if factors.w_transposed else w
-    elif call.w_scales is not None:
-        w = dequantized_weights(call, call.x.dtype)
+    w, scales = product.factors.operands(call)
     arrays = {
         "x": call.x,
         "w": w,
@@ -302,12 +274,6 @@ def _unsupported_reason(call: MatmulCall, launch: Launch) -> str | None:
     return block_reason(call.x, factors, launch.config.block_k, launch.chip)
 
 
-def _note(call: MatmulCall) -> str:
-    if call.w_scales is None or _in_kernel(call):
-        return ""
-    return f"w is dequantised before the kernel: its scales along K are not per a multiple of {LANES}"
-
-
 FORWARD = block_pass(
     _forward,
     MatmulTpuForward,
@@ -320,5 +286,5 @@ FORWARD = block_pass(
     unsupported_reason=_unsupported_reason,
     memory_fields="a smaller block_m, block_n or block_k",
     saved="*tokens . N",
-    note=_note,
+    note=dequantized_note,
 )

@@ -1,0 +1,44 @@
+"""What calls of products share, whether there is one matrix w [K, P, N] or one per group, [G, K, P, N].
+
+Such a call has x [M, K], w, `x_scales` and `w_scales` (None where they are not quantised), `w_dtype` and `activation`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tilewright.core.activation import parts_of, pull_back
+from tilewright.core.quantized import expanded_scales, unpacked
+
+
+def weight_values(call: Any) -> Any:
+    """The values of w as [..., K, P, N]: floating, float8 or int8."""
+    if call.w_dtype != "int4":
+        return call.w
+    *outer, rows, parts, n = call.w.shape
+    return unpacked(call.w.reshape(*outer, rows, parts * n)).reshape(*outer, 2 * rows, parts, n)
+
+
+def dequantized_weights(call: Any, dtype: Any) -> jax.Array:
+    """w as [..., K, P N] in `dtype`, scales included."""
+    values = weight_values(call)
+    *outer, k, parts, n = values.shape
+    if call.w_scales is not None:
+        scales = expanded_scales(jnp.moveaxis(call.w_scales, -2, -3), (k, n))  # [..., P, K or 1, N]
+        values = values.astype(jnp.float32) * jnp.moveaxis(scales, -3, -2)
+    return values.astype(dtype).reshape(*outer, k, parts * n)
+
+
+def saved_dtype(call: Any) -> Any:
+    """The dtype that z = x w is saved in for the backward pass."""
+    return jnp.float32 if call.x_scales is not None else call.x.dtype
+
+
+def d_product(call: Any, saved: Any, dy: jax.Array) -> jax.Array:
+    """The gradient of z, float32 [M, P, N], from the z that was saved where there is an activation."""
+    dy = dy.astype(jnp.float32)
+    if call.activation is None:
+        return dy[:, None]
+    z = tuple(saved[:, part].astype(jnp.float32) for part in range(parts_of(call.activation)))
+    return jnp.stack(pull_back(call.activation, z, dy), axis=1)

@@ -36,7 +36,7 @@ def main() -> None:
 
         compiler._schedules = keep
         report = compiler.compile(function, *args, chip=chip, use_cache=False)
-        print(name, report.ok, report.cause, report.libtpu_version, [kernel.schedule for kernel in report.kernels])
+        print(name, report.ok, report.cause, report.compiler, [kernel.schedule for kernel in report.kernels])
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import tilewright
 from tests.aot.kernels import copy, looped_by_data, matmul, sorting, struct
+from tests.aot.test_sass import ATTENTION, SERIALISED
 from tilewright import aot, configs, linear_cross_entropy
 from tilewright.aot import compiler, toolchain, worker
 from tilewright.aot.diagnosis import diagnose
 from tilewright.aot.program import lower
-from tilewright.aot.toolchain import NotSetUp, Toolchain, libtpu_wanted, too_old
+from tilewright.aot.toolchain import CUDA_PLUGIN, NotSetUp, Toolchain, cuda_wanted, libtpu_wanted, too_old
 from tilewright.core.chip import Chip
 
 V5E = Chip.named("v5e")
@@ -32,8 +34,10 @@ def fake_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         path = tmp_path / "worker.py"
         path.write_text("import json, os, signal, sys, time\nanswer = sys.argv[-1]\n" + script)
         monkeypatch.setattr(worker, "__file__", str(path))
-        here = Toolchain((sys.executable, "-S"), (), Path("libtpu.so"), libtpu_wanted() + ".1")
-        monkeypatch.setattr(Toolchain, "here", staticmethod(lambda: here))
+        for_tpu = Toolchain((sys.executable, "-S"), (), Path("libtpu.so"), libtpu_wanted() + ".1")
+        for_gpu = Toolchain((sys.executable, "-S"), (), Path("plugin.so"), f"{cuda_wanted()}, ptxas 13.4", CUDA_PLUGIN)
+        here = {"tpu": for_tpu, "gpu": for_gpu}
+        monkeypatch.setattr(Toolchain, "here", staticmethod(lambda platform: here[platform]))
         monkeypatch.setattr(compiler, "home", lambda: tmp_path / "home")
 
     return replace
@@ -95,6 +99,47 @@ def test_without_a_schedule_the_compiler_is_not_asked_for_one(fake_worker, tmp_p
     assert "dump" in second
 
 
+def test_what_a_gpu_compiler_prints_is_read_and_kept(fake_worker, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.json"
+    told = "{**os.environ, **json.load(open(sys.argv[3]))}"
+    fake_worker(f"json.dump({told}, open({str(asked)!r}, 'w')); print({ATTENTION + SERIALISED!r}){GOOD}")
+    first = aot.compile(add, struct(8, 128), chip="h200")
+    assert first.ok, first.cause
+    assert (first.topology, first.compiler) == ("h200:1x1x1", f"jax-cuda13-plugin {cuda_wanted()}, ptxas 13.4")
+    assert [kernel.name for kernel in first.kernels] == ["flash_attention_forward", "matmul_dx"]
+    for kernel in first.kernels:
+        assert kernel.occupancy is not None
+        assert (kernel.occupancy.blocks, kernel.floor_us, kernel.bottleneck) == (1, None, None)
+    assert first.floor_us is None
+    again = aot.compile(add, struct(8, 128), chip="h200")
+    assert again.cached
+    assert again.kernels == first.kernels
+    given = json.loads(asked.read_text())
+    assert "core_count: 132" in given["target_config"]
+    assert "cuda_compute_capability { major: 9 minor: 0 }" in given["target_config"]
+    assert given["MOSAIC_GPU_DUMP_SASS"] == "1"
+    assert aot.compile(add, struct(8, 128), chip="h200", schedule=False).kernels == ()
+    assert "MOSAIC_GPU_DUMP_SASS" not in json.loads(asked.read_text())
+
+
+def test_what_a_gpu_compiler_prints_and_cannot_be_read_is_a_line(fake_worker) -> None:
+    fake_worker(f"print({ATTENTION.replace('bytes spill', 'octets')!r}){GOOD}")
+    report = aot.compile(add, struct(8, 128), chip="h200")
+    assert not report.ok
+    assert report.cause.startswith("it compiled, and what the compiler printed could not be read: ptxas reported no")
+
+
+def test_a_kernel_for_hopper_says_on_blackwell_what_dispatch_says(fake_worker) -> None:
+    fake_worker(GOOD)
+    x, w = struct(128, 128), struct(128, 128)
+    report = aot.compile(lambda x, w: tilewright.matmul(x, w, implementation="pallas_gpu"), x, w, chip="b200")
+    with tilewright.target("b200"):
+        refusal = tilewright.explain("matmul", x=x, w=w, implementation="pallas_gpu").refusal
+    assert (report.ok, report.stage) == (False, "lower")
+    assert f"{report.cause}; {report.remedy}" == refusal
+    assert "written for Hopper GPUs" in report.cause
+
+
 def test_a_spoilt_result_on_disk_is_compiled_anew(fake_worker, tmp_path: Path) -> None:
     fake_worker(GOOD)
     aot.compile(add, struct(8, 128))
@@ -134,10 +179,8 @@ def test_estimates_are_labelled_so_in_json(fake_worker) -> None:
 
 
 def test_an_unknown_chip_lists_the_known() -> None:
-    with pytest.raises(
-        ValueError, match=r"chip='h100' is not a TPU that can be compiled for; use one of v4, v5e, v5p, v6e"
-    ):
-        aot.compile(add, struct(8, 128), chip="h100")
+    with pytest.raises(ValueError, match=r"chip='l4' cannot be compiled for; use one of v4, .* v7x, h100, h200, b200"):
+        aot.compile(add, struct(8, 128), chip="l4")
 
 
 def test_a_primitive_that_cannot_be_lowered_is_named_with_its_line(fake_worker) -> None:
@@ -254,6 +297,17 @@ def test_the_first_cause_and_its_remedy(error: str, cause: str, remedy: str) -> 
     assert remedy in said.remedy
 
 
+def test_an_instruction_that_does_not_fit_the_registers() -> None:
+    error = (
+        "INTERNAL: ptxas fatal : (C7602) Insufficient registers (56) to compile instruction at line 296 in function "
+    )
+    said = diagnose(f"{error}matmul_dx. Try to compile with", Chip.named("h200"), cuda_wanted())
+    assert (
+        said.cause == "out of registers: an instruction of matmul_dx needs more than the 56 per thread that it may have"
+    )
+    assert "fewer warpgroups" in said.remedy
+
+
 def test_an_old_libtpu_is_named_before_mosaics_own_message() -> None:
     said = diagnose("INTERNAL: unsupported Mosaic version 9", V5E, "0.0.1")
     assert said.cause.startswith("libtpu 0.0.1 is older than the")
@@ -273,6 +327,25 @@ def test_the_doctor_names_what_is_missing_and_what_mends_it(tmp_path: Path, monk
         assert found[what].remedy == "bash scripts/setup_aot.sh"
     with pytest.raises(NotSetUp, match=r"libtpu: none found; run bash scripts/setup_aot.sh"):
         aot.compile(lambda x: jnp.sin(x), struct(8, 128))
+
+
+def test_the_doctor_knows_what_compiling_for_gpus_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lacks = {finding.what: finding.remedy for finding in aot.doctor("gpu") if not finding.ok}
+    files = ("xla_cuda_plugin.so", "libmosaic_gpu_runtime.so", "bin/ptxas", "bin/nvdisasm")
+    assert lacks == dict.fromkeys((*files, "set-up"), "bash scripts/setup_aot.sh gpu")
+    with pytest.raises(NotSetUp, match=r"xla_cuda_plugin.so: none found; run bash scripts/setup_aot.sh gpu"):
+        aot.compile(add, struct(8, 128), chip="h200")
+    for name, text in (*dict.fromkeys(files, "").items(), ("VERSION", "0.1, ptxas 12.9")):
+        (toolchain.cuda_home() / name).parent.mkdir(parents=True, exist_ok=True)
+        (toolchain.cuda_home() / name).write_text(text)
+    (old,) = [finding for finding in aot.doctor("gpu") if not finding.ok]
+    assert not old.needed
+    assert old.found.startswith("jax-cuda13-plugin 0.1, ptxas 12.9 is older than the")
+    assert Toolchain.here("gpu").compiler == "jax-cuda13-plugin 0.1, ptxas 12.9"
+    monkeypatch.setattr(toolchain.platform, "system", lambda: "Darwin")
+    with pytest.raises(NotSetUp, match=r"machine: Darwin .*; run this on Linux, x86-64 or aarch64"):
+        Toolchain.here("gpu")
 
 
 @pytest.mark.parametrize("installed", [("qemu-x86_64-static",), ("qemu-x86_64-static", "box64")])

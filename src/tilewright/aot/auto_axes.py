@@ -35,7 +35,9 @@ def needs_partitioner(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def partitioned_here(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def partitioned_here(
+    jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str = "tpu"
+) -> Iterator[None]:
     """Inside of it, `jitted` is traced for these arguments with its kernels cut as Shardy chooses."""
     numbers: dict[Hashable, int] = {}
     rules: dict[int, Any] = {}
@@ -49,7 +51,7 @@ def partitioned_here(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     unchecked = [jax.export.DisabledSafetyCheck.custom_call(_STAND_IN)]
     with partitioned_by(stand_in):
-        exported = jax.export.export(jitted, platforms=["tpu"], disabled_checks=unchecked)(*args, **kwargs)
+        exported = jax.export.export(jitted, platforms=[platform], disabled_checks=unchecked)(*args, **kwargs)
     mesh, specs = _propagated(exported.mlir_module(), rules)
 
     def cut(asked: Partitioned) -> Sequence[Any]:

@@ -1,11 +1,12 @@
-"""Compiles a JAX function for a TPU that is not attached, and reports the result.
+"""Compiles a JAX function for a TPU or GPU that is not attached, and reports the result.
 
-The function is traced and lowered in this process. libtpu runs in a process of its own for each compile: if it crashes,
-hangs or is killed, that becomes a line of the report. Results are cached on disk, keyed by a hash of the program, the chip,
-the libtpu version and the flags.
+The function is traced and lowered in this process. The compiler runs in a process of its own for each program: if it
+crashes, hangs or is killed, that becomes a line of the report. Results are cached on disk, keyed by a hash of the program,
+the chip, the compiler's version and the flags.
 
-Estimates are labelled as such: the time of a kernel's schedule if no copy is waited for, or the time of its copies at the
-chip's bandwidth, whichever is longer. That is a lower bound, not a measurement.
+Estimates are labelled as such: the time of a TPU kernel's schedule if no copy is waited for, or the time of its copies at
+the chip's bandwidth, whichever is longer. That is a lower bound, not a measurement. For a GPU kernel there is the machine
+code, and no time: how often a loop runs and what it waits for is not in it.
 """
 
 import collections
@@ -31,6 +32,7 @@ import numpy as np
 from tilewright.aot import worker
 from tilewright.aot.diagnosis import diagnose
 from tilewright.aot.program import UNNAMED, Kernel, NotTraceable, Program, lower
+from tilewright.aot.sass import Binary, Occupancy, occupancy, read_binaries
 from tilewright.aot.schedule import (
     Allocation,
     NotReadable,
@@ -41,12 +43,16 @@ from tilewright.aot.schedule import (
     read_vmem,
 )
 from tilewright.aot.toolchain import Toolchain, home
-from tilewright.core.chip import Chip
+from tilewright.core.chip import SM_REGISTERS, Chip
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
+GPUS = ("h100", "h200", "b200")
+"""The GPUs that Mosaic compiles for."""
 # The smallest slice of each chip: programs for one device are compiled for it.
 _TOPOLOGY = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 _DUMPS = "final_bundles|final_hlo-static-per-bundle-utilization"
+# What Mosaic prints about each GPU kernel.
+_PRINTED = ("PTXAS", "SASS", "HOST_LLVM")
 _POLL_S = 0.2
 _stop = threading.Event()
 """Set while `compile_each` stops its compiles."""
@@ -57,18 +63,21 @@ _COLLECTIVE = re.compile(r"[ )](all-gather|all-reduce|all-to-all|collective-perm
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The schedule of one Pallas kernel of a program. Times are estimates."""
+    """The schedule of one Pallas kernel of a program, or on a GPU its machine code. Times are estimates."""
 
     name: str
     grid: tuple[int, ...]
-    schedule: Schedule | None
-    hbm_bytes: int | None
-    compute_us: float | None
+    schedule: Schedule | None = None
+    hbm_bytes: int | None = None
+    compute_us: float | None = None
     """Estimate: the cycles of all its steps, without waiting, divided by the clock rate."""
-    copy_us: float | None
+    copy_us: float | None = None
     """Estimate: its HBM bytes divided by the device's bandwidth."""
     note: str = ""
     """Why an estimate is missing or incomplete."""
+    binary: Binary | None = None
+    """On a GPU: registers, spills, shared memory, loops and their instructions."""
+    occupancy: Occupancy | None = None
 
     @property
     def floor_us(self) -> float | None:
@@ -106,7 +115,8 @@ class CompileReport:
     stage: Literal["lower", "compile", "done"]
     """The stage that it reached."""
     seconds: float
-    libtpu_version: str = ""
+    compiler: str = ""
+    """Its name and version, such as "libtpu 0.0.50.1"."""
     cached: bool = False
     cause: str = ""
     remedy: str = ""
@@ -119,7 +129,7 @@ class CompileReport:
     kernels: tuple[KernelReport, ...] = ()
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     """The number of each kind of collective in a program for several devices, such as {"all-reduce": 1}. Like the
-    schedules, it is read from what the compiler writes to disk."""
+    schedules, it is read from what libtpu writes to disk; it is empty for GPUs."""
 
     @property
     def floor_us(self) -> float | None:
@@ -131,6 +141,8 @@ class CompileReport:
         """The report as JSON. Every time of a kernel is under "estimate"."""
         data = dataclasses.asdict(self)
         for kernel, source in zip(data["kernels"], self.kernels, strict=True):
+            if source.binary is not None:
+                kernel["binary"] = source.binary.to_dict()
             unit, busy = source.bottleneck or (None, None)
             kernel["estimate"] = {
                 "compute_us": kernel.pop("compute_us"),
@@ -146,7 +158,7 @@ class CompileReport:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A worker's answer, with the schedules of its kernels: what is cached on disk."""
+    """A worker's answer, with the schedules or the machine code of its kernels: what is cached on disk."""
 
     ok: bool
     error: str = ""
@@ -154,6 +166,7 @@ class _Answer:
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict)
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    binaries: tuple[Binary, ...] = ()
 
 
 def compile(
@@ -166,37 +179,37 @@ def compile(
     schedule: bool = True,
     **kwargs: Any,
 ) -> CompileReport:
-    """Compiles `function(*args, **kwargs)` for a TPU, with no TPU attached.
+    """Compiles `function(*args, **kwargs)` for a TPU or GPU that is not attached.
 
     Args:
       function: any JAX function. For shardings over several devices, a jitted one that has them (its mesh may be a
         `jax.sharding.AbstractMesh`), or one under `jax.shard_map`.
       *args: arrays or `jax.ShapeDtypeStruct`s.
-      chip: "v4", "v5e", "v5p", "v6e" or "v7x".
-      topology: the slice, such as "2x4"; defaults to the chip's smallest. It must have as many devices as the program.
+      chip: "v4", "v5e", "v5p", "v6e" or "v7x"; "h100", "h200" or "b200".
+      topology: the slice, such as "2x4"; defaults to the chip's smallest. It must have as many devices as the program. For
+        GPUs: slices, hosts of a slice and GPUs of a host, such as "1x1x8"; defaults to one host with as many as needed.
       limit_s: the compiler is stopped after this many seconds, and the report says so.
-      use_cache: whether to take a cached result for the same program, chip, libtpu and flags.
-      schedule: whether to read the kernels' schedules. Without them the report has no VMEM and no estimates, and long
-        kernels compile in half the time: writing a schedule to disk takes as long as computing it.
+      use_cache: whether to take a cached result for the same program, chip, compiler and flags.
+      schedule: whether to read the kernels' schedules, or on GPUs their machine code. Without schedules the report has no
+        VMEM and no estimates, and long kernels compile in half the time: writing a schedule to disk takes as long as
+        computing it.
       **kwargs: as `args`, by name.
 
     Returns:
       A report, with a cause and a remedy where the program does not compile. Exceptions are raised only where the machine
       lacks the compiler (`NotSetUp`) and for invalid arguments.
     """
-    found = _tpu(chip)
-    toolchain = Toolchain.here()
-    slice_name = _TOPOLOGY[found.name]
-    if topology:
-        slice_name = f"{slice_name.partition(':')[0]}:{topology}"
+    found = _compilable(chip)
+    toolchain = Toolchain.here(found.platform)
+    where = _slice(found, topology, num_devices=1)
     began = time.perf_counter()
 
     def report(**fields: Any) -> CompileReport:
         return CompileReport(
             chip=found.name,
-            topology=slice_name,
+            topology=where.name,
             seconds=time.perf_counter() - began,
-            libtpu_version=toolchain.libtpu_version,
+            compiler=toolchain.compiler,
             **fields,
         )
 
@@ -204,23 +217,30 @@ def compile(
         program = lower(function, args, kwargs, found)
     except NotTraceable as error:
         cause, _, use = str(error).partition("; use ")  # Refusals by dispatch contain the remedy.
-        remedy = f"use {use}" if use else "write it with what Pallas supports on TPU, or use implementation='xla'"
+        supported = f"what Pallas supports on {found.platform.upper()}"
+        remedy = f"use {use}" if use else f"write it with {supported}, or use implementation='xla'"
         return report(ok=False, stage="lower", cause=cause, remedy=remedy, error=str(error.__cause__))
+    where = _slice(found, topology, program.num_devices)
     options = _compile_options(program.num_devices)
-    dumps = _DUMPS if schedule else ""
-    key = _key(program, options, slice_name, toolchain, dumps)
+    key = _key(program, options, where, toolchain, read=schedule)
     kept = home() / "results" / f"{key}.json"
     answer = _read(kept) if use_cache else None
     cached = answer is not None
     if answer is None:
-        answer = _run(program, options, slice_name, found, toolchain, dumps, limit_s)
+        answer = _run(program, options, where, found, toolchain, limit_s, read=schedule)
         if answer.ok:
             with contextlib.suppress(OSError):  # A full disk loses the next run's time, not this one's report.
                 _write(kept, answer)
     if not answer.ok:
-        said = diagnose(answer.error, found, toolchain.libtpu_version)
+        said = diagnose(answer.error, found, toolchain.version)
         return report(ok=False, stage="compile", cause=said.cause, remedy=said.remedy, error=answer.error)
-    kernels = _kernel_reports(program.kernels, answer, found)
+    if found.platform == "gpu":
+        kernels = tuple(
+            KernelReport(each.name, each.grid, binary=each, occupancy=occupancy(each, found))
+            for each in sorted(answer.binaries, key=lambda binary: _position(program, binary))
+        )
+    else:
+        kernels = _kernel_reports(program.kernels, answer, found)
     return report(ok=True, stage="done", cached=cached, kernels=kernels, collectives=answer.collectives, **answer.sizes)
 
 
@@ -242,11 +262,58 @@ def compile_each(
         _stop.clear()
 
 
-def _tpu(chip: str | Chip) -> Chip:
+def _compilable(chip: str | Chip) -> Chip:
     name = chip if isinstance(chip, str) else chip.name
-    if name not in TPUS:
-        raise ValueError(f"chip={name!r} is not a TPU that can be compiled for; use one of {', '.join(TPUS)}")
+    if name not in (*TPUS, *GPUS):
+        raise ValueError(f"chip={name!r} cannot be compiled for; use one of {', '.join((*TPUS, *GPUS))}")
     return Chip.named(name)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """The devices to compile for: a name, and for GPUs what the name does not say."""
+
+    name: str
+    description: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _slice(chip: Chip, topology: str | None, num_devices: int) -> _Slice:
+    if chip.platform == "tpu":
+        smallest = _TOPOLOGY[chip.name]
+        return _Slice(f"{smallest.partition(':')[0]}:{topology}" if topology else smallest)
+    counts = topology or f"1x1x{num_devices}"
+    return _Slice(f"{chip.name}:{counts}", {"topology": counts, "target_config": _target_config(chip)})
+
+
+def _target_config(chip: Chip) -> str:
+    """A GPU as XLA describes one that is not there: the text form of a GpuTargetConfigProto."""
+    assert chip.compute_capability is not None
+    assert chip.memory_bytes_per_s is not None
+    major, minor = chip.compute_capability
+    fields = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * 1024,
+        "shared_memory_per_block_optin": chip.smem_bytes,
+        "shared_memory_per_core": chip.sm_smem_bytes,
+        "threads_per_core_limit": chip.sm_threads,
+        "core_count": chip.multiprocessors,
+        "fpus_per_core": 128,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": int(chip.memory_bytes_per_s),
+        "device_memory_size": chip.memory_bytes,
+        "registers_per_core_limit": SM_REGISTERS,
+        "registers_per_block_limit": SM_REGISTERS,
+    }
+    told = " ".join(f"{name}: {value}" for name, value in fields.items())
+    capability = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
+    return f"""gpu_device_info {{ {told} {capability} }}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{chip.device_kinds[0]}"
+"""
 
 
 def _compile_options(num_devices: int) -> bytes:
@@ -261,14 +328,15 @@ def _compile_options(num_devices: int) -> bytes:
     return options.SerializeAsString()
 
 
-def _key(program: Program, options: bytes, topology: str, toolchain: Toolchain, dumped: str) -> str:
+def _key(program: Program, options: bytes, where: _Slice, toolchain: Toolchain, *, read: bool) -> str:
     digest = hashlib.sha256()
     for part in (
         program.code,
         options,
-        topology.encode(),
-        toolchain.libtpu_version.encode(),
-        f"{dumped} {_KEPT}".encode(),
+        where.name.encode(),
+        *(f"{name}={value}".encode() for name, value in where.description.items()),
+        toolchain.version.encode(),
+        f"{_DUMPS if read else ''} {_KEPT}".encode(),
     ):
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
@@ -277,41 +345,35 @@ def _key(program: Program, options: bytes, topology: str, toolchain: Toolchain, 
 def _run(
     program: Program,
     options: bytes,
-    topology: str,
+    where: _Slice,
     chip: Chip,
     toolchain: Toolchain,
-    dumped: str,
     limit_s: float,
+    *,
+    read: bool,
 ) -> _Answer:
-    """Compiles in a worker process, and returns an answer however that ends. `dumped` is a pattern of passes, or empty."""
+    """Compiles in a worker process, and returns an answer however that ends.
+
+    `read`: whether to read what the compiler wrote or printed about the kernels.
+    """
     with tempfile.TemporaryDirectory(prefix="tilewright-aot-") as scratch:
         folder = Path(scratch)
         dumps = folder / "dumps"
         dumps.mkdir()
         (folder / "program").write_bytes(program.code)
         (folder / "options").write_bytes(options)
-        flags = (
-            f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=false "
-            f"--xla_jf_dump_llo_pass_label_regex={dumped}"
-            if dumped
-            else ""
-        )
+        (folder / "description").write_text(json.dumps(where.description))
         environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") and not name.startswith("MOSAIC_GPU_")
         }
-        environment |= {
-            **dict(toolchain.environment),
-            "LIBTPU_INIT_ARGS": flags,
-            "TPU_SKIP_MDS_QUERY": "1",  # Without this it waits for a metadata server.
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Clients that only compile do not share a device.
-        }
-        files = [str(folder / name) for name in ("program", "options", "answer")]
-        command = [*toolchain.command, worker.__file__, str(toolchain.libtpu), topology, *files]
-        with (folder / "log").open("w+b") as log:
+        environment |= {**dict(toolchain.environment), **_flags(chip, dumps, read=read)}
+        files = [str(folder / name) for name in ("description", "program", "options", "answer")]
+        command = [*toolchain.command, worker.__file__, str(toolchain.library), where.name, *files]
+        with (folder / "printed").open("w+b") as printed, (folder / "log").open("w+b") as log:
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=log, start_new_session=True
             )
             try:
                 code, began = None, time.monotonic()
@@ -324,7 +386,8 @@ def _run(
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        tail = (folder / "log").read_text(errors="replace")[-3000:]
+        output = (folder / "printed").read_text(errors="replace")
+        tail = (output + (folder / "log").read_text(errors="replace"))[-3000:]
         try:
             told = json.loads((folder / "answer").read_text())
             if not told["ok"]:
@@ -333,10 +396,39 @@ def _run(
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             how = _ended(code)
             return _Answer(ok=False, error=f"the compile worker {how} without an answer; the end of its log:\n{tail}")
-        if not dumped:
+        if not read:
             return _Answer(ok=True, sizes=sizes)
+        if chip.platform == "gpu":
+            try:
+                binaries = read_binaries(output)
+            except NotReadable as error:
+                return _Answer(ok=False, error=f"it compiled, and what the compiler printed could not be read: {error}")
+            return _Answer(ok=True, sizes=sizes, binaries=tuple(binaries))
         schedules, unread = _schedules(program.kernels, dumps, chip)
         return _Answer(ok=True, sizes=sizes, schedules=schedules, unread=unread, collectives=_collectives(dumps))
+
+
+def _flags(chip: Chip, dumps: Path, *, read: bool) -> dict[str, str]:
+    """Environment variables that tell the compiler what to write or print about kernels."""
+    if chip.platform == "gpu":
+        return {f"MOSAIC_GPU_DUMP_{what}": "1" for what in _PRINTED if read}
+    flags = (
+        f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=false "
+        f"--xla_jf_dump_llo_pass_label_regex={_DUMPS}"
+    )
+    return {
+        "LIBTPU_INIT_ARGS": flags if read else "",
+        "TPU_SKIP_MDS_QUERY": "1",  # Without this it waits for a metadata server.
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Clients that only compile do not share a device.
+    }
+
+
+def _position(program: Program, binary: Binary) -> int:
+    """The place of a kernel in the program. XLA compiles kernels in an order of its own."""
+    places = (place for place, name in enumerate(program.gpu_names) if name.endswith(binary.host_function))
+    return next(places, len(program.gpu_names))
 
 
 def _collectives(dumps: Path) -> dict[str, int]:
@@ -351,7 +443,8 @@ def _ended(code: int) -> str:
 
 
 def _sizes(told: dict[str, Any]) -> dict[str, int]:
-    return {name: int(told[name]) for name in ("code_bytes", "argument_bytes", "output_bytes", "temp_bytes")}
+    sizes = {name: int(told[name]) for name in ("code_bytes", "argument_bytes", "output_bytes", "temp_bytes")}
+    return {name: size for name, size in sizes.items() if size or name != "code_bytes"}  # Not known for GPUs.
 
 
 def _dumped_names(kernels: tuple[Kernel, ...], dumped: list[str], calls: list[str]) -> dict[int, str]:
@@ -442,6 +535,7 @@ def _read(path: Path) -> _Answer | None:
             )
             for place, schedule in data.pop("schedules").items()
         }
-        return _Answer(**data, schedules=schedules)
+        binaries = tuple(Binary.from_dict(binary) for binary in data.pop("binaries", ()))
+        return _Answer(**data, schedules=schedules, binaries=binaries)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -16,12 +16,12 @@ class Diagnosis:
     remedy: str
 
 
-def diagnose(error: str, chip: Chip, libtpu_version: str) -> Diagnosis:
-    """Reads a compiler's error. An outdated libtpu is reported first, since it explains most errors."""
-    old = too_old(libtpu_version)
+def diagnose(error: str, chip: Chip, version: str) -> Diagnosis:
+    """Reads a compiler's error. An outdated compiler is reported first, since it explains most errors."""
+    old = too_old(version, chip.platform)
     if old is not None:
         return Diagnosis(old, f"then compile again; the compiler's message: {_first(error)}")
-    for read in (_vmem_overflow, _unsupported, _misaligned):
+    for read in (_vmem_overflow, _unsupported, _misaligned) if chip.platform == "tpu" else (_ptxas_registers,):
         if (found := read(error, chip)) is not None:
             return found
     return Diagnosis(_first(error), "read the compiler's full message in the report's `error`")
@@ -65,6 +65,16 @@ def _vmem_overflow(error: str, chip: Chip) -> Diagnosis | None:
             "raise CompilerParams(vmem_limit_bytes=...) up to the chip's VMEM, or use smaller blocks",
         )
     return None
+
+
+def _ptxas_registers(error: str, chip: Chip) -> Diagnosis | None:
+    match = re.search(r"Insufficient registers \((\d+)\) to compile [^\n]*? in function (\S+?)\.", error)
+    if match is None:
+        return None
+    return Diagnosis(
+        f"out of registers: an instruction of {match[2]} needs more than the {match[1]} per thread that it may have",
+        "use fewer warpgroups per block, or a smaller accumulator tile per warpgroup",
+    )
 
 
 def _unsupported(error: str, chip: Chip) -> Diagnosis | None:

@@ -1,4 +1,4 @@
-"""Traces and lowers a JAX function for TPU, and reads what the grids of its kernels say before the compiler runs."""
+"""Traces and lowers a JAX function, and reads what the grids of its TPU kernels say before the compiler runs."""
 
 import math
 import re
@@ -22,6 +22,9 @@ from tilewright.core.target import target
 UNNAMED = "kernel"
 """The name of a kernel whose `pallas_call` has no name."""
 
+# jax 0.11 does not promise that serialized Mosaic GPU kernels stay valid. They are compiled at once here.
+_MOSAIC_GPU = (jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
+
 # For grids with more steps than this, the fetched blocks are not counted.
 _MOST_STEPS = 1_000_000
 
@@ -31,7 +34,7 @@ _NOT_THE_CALLERS = tuple(f"{Path(file or '').parent}/" for file in (jax.__file__
 
 
 class NotTraceable(RuntimeError):
-    """A function cannot be lowered for a TPU. The text has the cause and its location in the kernel."""
+    """A function cannot be lowered for a chip. The text has the cause and its location in the kernel."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,25 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Program:
-    """Serialized StableHLO for TPU, and its kernels in order."""
+    """Serialized StableHLO, and its TPU kernels in order."""
 
     code: bytes
     kernels: tuple[Kernel, ...]
     num_devices: int
+    gpu_names: tuple[str, ...] = ()
+    """Words that end with Mosaic's names of GPU kernels, in order. Each may begin with a part of what stands before."""
 
 
 def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], chip: Chip) -> Program:
     """Traces `function` for `chip` and lowers it. Arguments may be arrays or `jax.ShapeDtypeStruct`s."""
     jitted: Any = function if hasattr(function, "trace") and hasattr(function, "lower") else jax.jit(function)
     calls: list[Any] = []
+    platform = "tpu" if chip.platform == "tpu" else "cuda"
 
     def export() -> Any:
-        calls[:] = _equations(jitted.trace(*args, **kwargs).jaxpr.jaxpr, "pallas_call")
-        return jax.export.export(jitted, platforms=["tpu"])(*args, **kwargs)
+        if platform == "tpu":
+            calls[:] = _equations(jitted.trace(*args, **kwargs).jaxpr.jaxpr, "pallas_call")
+        return jax.export.export(jitted, platforms=[platform], disabled_checks=_MOSAIC_GPU)(*args, **kwargs)
 
     try:
         with target(chip):
@@ -77,7 +84,7 @@ def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             except Exception as error:
                 if not needs_partitioner(error):
                     raise
-                with partitioned_here(jitted, args, kwargs):
+                with partitioned_here(jitted, args, kwargs, platform):
                     exported = export()
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # Index maps are evaluated here.
                 kernels = tuple(_kernel(equation) for equation in calls)
@@ -85,7 +92,8 @@ def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise NotTraceable(str(error)) from error
     except Exception as error:
         raise NotTraceable(f"{_first_line(error)}{_in_kernel(error, calls) or _where(error)}") from error
-    return Program(bytes(exported.mlir_module_serialized), kernels, exported.nr_devices)
+    names = re.findall(r"\w+_mosaic_gpu\b", exported.mlir_module()) if platform == "cuda" else ()
+    return Program(bytes(exported.mlir_module_serialized), kernels, exported.nr_devices, tuple(names))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,11 +1,13 @@
-"""Compiles one StableHLO program for one TPU topology with libtpu, through the PJRT C API.
+"""Compiles one StableHLO program for one topology with libtpu or jax's CUDA plugin, through the PJRT C API.
 
-It is run as a script, by any Python 3.9 or later, in a process of its own: libtpu may crash, and reads its flags once. It
-imports only the standard library, since under emulation nothing else is installed.
+It is run as a script, by any Python 3.9 or later, in a process of its own: a compiler may crash, and reads its flags once.
+It imports only the standard library, since under emulation nothing else is installed.
 
-    python worker.py LIBTPU_SO TOPOLOGY PROGRAM OPTIONS ANSWER
+    python worker.py LIBRARY TOPOLOGY DESCRIPTION PROGRAM OPTIONS ANSWER
 
-PROGRAM is serialized StableHLO, and OPTIONS is a serialized CompileOptionsProto. One JSON object is written to ANSWER:
+LIBRARY is the compiler. DESCRIPTION is a JSON object with the settings that the topology is made with, texts by name; it is
+empty where the name is enough. PROGRAM is serialized StableHLO, and OPTIONS is a serialized CompileOptionsProto. One JSON
+object is written to ANSWER:
 {"ok": true, "code_bytes": ..., "temp_bytes": ..., ...} or {"ok": false, "error": "..."}.
 
 The struct below mirrors the beginning of PJRT_Api: versions, then function pointers in the order that the ABI fixes.
@@ -76,6 +78,9 @@ def arguments(*fields):
 
 ErrorMessage = arguments(("error", POINTER), ("message", POINTER), ("size", SIZE))
 Initialize = arguments()
+NamedText = arguments(
+    ("name", TEXT), ("name_size", SIZE), ("kind", ctypes.c_int), ("value", TEXT), ("value_size", SIZE)
+)
 CreateTopology = arguments(
     ("name", TEXT), ("name_size", SIZE), ("options", POINTER), ("num_options", SIZE), ("topology", POINTER)
 )
@@ -100,9 +105,9 @@ MemoryStats = arguments(
 )
 
 
-def compile_program(libtpu, topology, program, options):
-    """Loads libtpu, compiles, and returns the sizes of the executable."""
-    library = ctypes.CDLL(libtpu)
+def compile_program(library, topology, description, program, options):
+    """Loads the compiler, compiles, and returns the sizes of the executable."""
+    library = ctypes.CDLL(library)
     library.GetPjrtApi.restype = ctypes.POINTER(Api)
     api = library.GetPjrtApi().contents
 
@@ -117,7 +122,16 @@ def compile_program(libtpu, topology, program, options):
 
     call("Plugin_Initialize", Initialize())
     name = topology.encode()
-    where = call("TopologyDescription_Create", CreateTopology(name=name, name_size=len(name)))
+    settings = (NamedText * len(description))()
+    for place, (key, value) in enumerate((key.encode(), value.encode()) for key, value in description.items()):
+        settings[place] = NamedText(name=key, name_size=len(key), value=value, value_size=len(value))
+        settings[place].struct_size = ctypes.sizeof(NamedText)
+    where = call(
+        "TopologyDescription_Create",
+        CreateTopology(
+            name=name, name_size=len(name), options=ctypes.addressof(settings), num_options=len(description)
+        ),
+    )
     source = Program(code=program, code_size=len(program), format=b"mlir", format_size=4)
     source.struct_size = ctypes.sizeof(source)
     compiled = call(
@@ -142,13 +156,15 @@ def end_with_parent():
 
 def main():
     threading.Thread(target=end_with_parent, daemon=True).start()
-    libtpu, topology, program, options, answer = sys.argv[1:]
+    library, topology, description, program, options, answer = sys.argv[1:]
+    with open(description) as file:
+        described = json.load(file)
     with open(program, "rb") as file:
         code = file.read()
     with open(options, "rb") as file:
         settings = file.read()
     try:
-        told = compile_program(libtpu, topology, code, settings)
+        told = compile_program(library, topology, described, code, settings)
     except RuntimeError as error:
         told = {"ok": False, "error": str(error)}
     with open(answer, "w") as file:

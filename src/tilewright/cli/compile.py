@@ -1,8 +1,9 @@
-"""`tilewright compile`: compiles an op's TPU kernels for every TPU, without a TPU, and says what bounds them."""
+"""`tilewright compile`: compiles an op's kernels for TPUs and GPUs that are not attached, and says what bounds them."""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
@@ -13,8 +14,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tilewright.aot import TPUS, CompileReport, KernelReport, NotSetUp, compile_each, doctor
+from tilewright.aot import GPUS, TPUS, Binary, CompileReport, KernelReport, NotSetUp, compile_each, doctor
 from tilewright.aot import compile as compile_for
+from tilewright.aot.sass import count_kinds
 from tilewright.aot.toolchain import Toolchain
 from tilewright.cli.screen import (
     Entries,
@@ -27,18 +29,24 @@ from tilewright.cli.screen import (
     writing,
 )
 from tilewright.core.case import Case
-from tilewright.core.chip import Chip
+from tilewright.core.chip import Chip, Platform
 from tilewright.core.dispatch import Op, explain, find_op
 from tilewright.core.target import default_device, target
 from tilewright.workbench.check import DTYPES, call, call_with_gradients
 from tilewright.workbench.figures import memory, seconds
 from tilewright.workbench.records import checkout_commit, installed_versions, now, write_durably
 
+# The kinds of instructions of a GPU kernel that have columns. --json has all of them.
+_COUNTED = ("wgmma", "mma", "async copy", "MUFU", "FP32", "convert", "shared", "barrier")
+
 
 def compile_verb(
     op: Annotated[str | None, typer.Argument(help="The op's name; `tilewright ops` lists them.")] = None,
     case: Annotated[str | None, typer.Option(help="Comma-separated; defaults to the op's first large case.")] = None,
-    chip: Annotated[str | None, typer.Option(help=f"Comma-separated; defaults to {','.join(TPUS)}.")] = None,
+    chip: Annotated[
+        str | None,
+        typer.Option(help=f"Comma-separated; defaults to the TPUs: {','.join(TPUS)}. GPUs: {','.join(GPUS)}."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     grad: Annotated[bool, typer.Option("--grad", help="Forward and backward instead of forward alone.")] = False,
     config: Annotated[
@@ -53,7 +61,7 @@ def compile_verb(
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even if the result is cached on disk.")] = False,
     no_schedule: Annotated[
         bool,
-        typer.Option("--no-schedule", help="Report only whether it compiles, in half the time: no VMEM, no estimates."),
+        typer.Option("--no-schedule", help="Report only whether it compiles, on TPUs in half the time: no figures."),
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the full reports to this file, as they are made.")
@@ -62,49 +70,56 @@ def compile_verb(
         bool, typer.Option("--doctor", help="Report what this machine has and lacks for compiling, and stop.")
     ] = False,
 ) -> None:
-    """Compile an op's TPU kernels with libtpu, for every TPU, on a machine that has none.
+    """Compile an op's kernels for TPUs and GPUs, on a machine that has none.
 
-    For each chip and kernel it reports whether it compiles, and if not the cause and the remedy; its VMEM and the chip's;
-    the bundles of a steady-state step and the fraction of its stores that are spills; the busiest unit; HBM traffic; and a
-    lower bound of its time. Times are estimated from the schedule: they are not measurements. The exit code is 1 if a
-    compile fails; Ctrl-C ends with the reports so far.
+    For each chip and kernel it reports whether it compiles, and if not the cause and the remedy. On TPUs (libtpu): its VMEM
+    and the chip's; the bundles of a steady-state step and the fraction of its stores that are spills; the busiest unit; HBM
+    traffic; and a lower bound of its time. On GPUs (Mosaic and ptxas): its registers and shared memory, the blocks of a
+    multiprocessor, spills and which of them are in loops, the instructions of the steady-state loop by kind, and ptxas's
+    warnings of serialised wgmma. Times are estimated from the schedule: they are not measurements, and there are none for
+    GPUs. The exit code is 1 if a compile fails; Ctrl-C ends with the reports so far.
     """
     if ask_doctor:
-        _show_doctor()
+        with arguments():
+            _show_doctor(tuple(dict.fromkeys(Chip.named(each).platform for each in _chips(chip, (*TPUS, *GPUS)))))
         return
     with arguments():
         if op is None:
             raise ValueError("OP is missing; name an op (`tilewright ops` lists them), or pass --doctor")
         found = find_op(op)
-        if "pallas_tpu" not in found.implementations:
-            raise ValueError(
-                f"{op} has no TPU kernel to compile; its implementations: {', '.join(found.implementations)}"
-            )
+        chips = tuple(Chip.named(each) for each in _chips(chip, TPUS))
+        platforms: tuple[Platform, ...] = tuple(dict.fromkeys(each.platform for each in chips))
+        for platform in platforms:
+            if f"pallas_{platform}" not in found.implementations:
+                raise ValueError(
+                    f"{op} has no {platform.upper()} kernel to compile; its implementations: "
+                    f"{', '.join(found.implementations)}"
+                )
         if dtype not in DTYPES:
             raise ValueError(f"--dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
         check_seconds(limit, "limit")
-        chips = split_names(chip, TPUS, "chip")
         every = tuple(c.name for c in found.cases)
         large = [c.name for c in found.cases if not c.small] or list(every)
         cases = split_names(case, every, "case") if case is not None else (large[0],)
         changes = _parse_config(config)
-        work = [(found.case(name), Chip.named(tpu)) for name in cases for tpu in chips]
-        settled = [_changed_configs(found, each, tpu, dtype, changes) for each, tpu in work]
+        work = [(found.case(name), on) for name in cases for on in chips]
+        settled = [_changed_configs(found, each, on, dtype, changes) for each, on in work]
         try_writing(json=json_file)
     default_device()  # Raises where JAX_PLATFORMS names a device that is not here.
     with arguments(mistakes=(NotSetUp,)):
-        Toolchain.here()
+        for platform in platforms:
+            Toolchain.here(platform)
 
-    def job(each: Case, tpu: Chip, configs: Any) -> CompileReport:
-        function = call(found, each, "pallas_tpu", configs)
+    def job(each: Case, on: Chip, configs: Any) -> CompileReport:
+        function = call(found, each, f"pallas_{on.platform}", configs)
         structs = each.structs(dtype)
-        how: Any = {"chip": tpu, "limit_s": limit, "use_cache": not no_cache, "schedule": not no_schedule}
+        how: Any = {"chip": on, "limit_s": limit, "use_cache": not no_cache, "schedule": not no_schedule}
         if grad:
             cotangents = jax.eval_shape(call(found, each, "reference"), **structs)
             return compile_for(call_with_gradients(function, each), structs, cotangents, **how)
         return compile_for(lambda arrays: function(**arrays), structs, **how)
 
-    todo = [functools.partial(job, each, tpu, configs) for (each, tpu), configs in zip(work, settled, strict=True)]
+    todo = [functools.partial(job, each, on, configs) for (each, on), configs in zip(work, settled, strict=True)]
     mode = "forward+backward" if grad else "forward"
     where = {"versions": installed_versions(), "commit": checkout_commit(), "date": now()}
     reports: dict[int, CompileReport] = {}
@@ -124,19 +139,34 @@ def compile_verb(
         contextlib.closing(compile_each(todo, side_by_side=jobs)) as ended,
     ):
         for place, future in ended:
-            each, tpu = work[place]
-            with entries.one(f"{each.name} {tpu.name}"):
+            each, on = work[place]
+            with entries.one(f"{each.name} {on.name}"):
                 keep(place, future.result())
-    for name in cases:
-        those = [reports[n] for n in sorted(reports) if work[n][0].name == name]
+    for name, platform in itertools.product(cases, platforms):
+        those = [reports[n] for n in sorted(reports) if work[n][0].name == name and work[n][1].platform == platform]
         if those:
-            console().print(_table(f"{op} {name} {dtype}, {mode}", those, prefix=f"{op}_"))
+            title, prefix = f"{op} {name} {dtype}, {mode}", f"{op}_"
+            if platform == "tpu":
+                console().print(_tpu_table(title, those, prefix=prefix))
+                continue
+            console().print(_gpu_table(title, those, prefix=prefix))
+            if (loops := _loop_table(title, those, prefix=prefix)) is not None:
+                console().print(loops)
+            _show_remarks(those)
     _show_failures(list(reports.values()))
-    if not no_schedule:
+    if not no_schedule and "tpu" in platforms:
         console().print("Times are lower bounds, estimated from the schedule; they are not measurements.")
+    if not no_schedule and "gpu" in platforms:
+        console().print(
+            "Figures of GPU kernels are read from the machine code; nothing was run, and no time is estimated."
+        )
     if json_file is not None:
         console().print(f"reports: {json_file}")
     entries.end(refused="not compiled", ok=bool(reports) and all(report.ok for report in reports.values()))
+
+
+def _chips(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    return default if given is None else split_names(given, (*TPUS, *GPUS), "chip")
 
 
 def _parse_config(given: str | None) -> dict[str, int]:
@@ -160,7 +190,8 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
     if not changes:
         return None
     with target(chip):
-        explanation = explain(op.name, **case.structs(dtype), **case.options, implementation="pallas_tpu")
+        implementation = f"pallas_{chip.platform}"
+        explanation = explain(op.name, **case.structs(dtype), **case.options, implementation=implementation)
     if explanation.refusal is not None:
         raise ValueError(explanation.refusal)
     configs = explanation.decisions[0].configs
@@ -177,21 +208,24 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
     return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
 
 
-def _show_doctor() -> None:
-    table = new_table("What this machine has for compiling for TPUs", ("what", "", "found", "remedy"))
-    findings = doctor()
-    for finding in findings:
-        sign = "[green]ok[/]" if finding.ok else "[bold red]no[/]" if finding.needed else "[yellow]old[/]"
-        table.add_row(finding.what, sign, escape(finding.found), "" if finding.ok else finding.remedy)
-    console().print(table)
-    if any(not finding.ok and finding.needed for finding in findings):
+def _show_doctor(platforms: tuple[Platform, ...]) -> None:
+    lacks = False
+    for platform in platforms:
+        table = new_table(
+            f"What this machine has for compiling for {platform.upper()}s", ("what", "", "found", "remedy")
+        )
+        for finding in doctor(platform):
+            sign = "[green]ok[/]" if finding.ok else "[bold red]no[/]" if finding.needed else "[yellow]old[/]"
+            table.add_row(finding.what, sign, escape(finding.found), "" if finding.ok else finding.remedy)
+            lacks |= not finding.ok and finding.needed
+        console().print(table)
+    if lacks:
         raise typer.Exit(1)
 
 
-def _table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
-    version = next((report.libtpu_version for report in reports if report.libtpu_version), "?")
+def _tpu_table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
     table = new_table(
-        f"{title} (libtpu {version}; times are estimates)",
+        f"{title} ({reports[0].compiler}; times are estimates)",
         ("chip", "kernel"),
         (
             *("compile", "code", "VMEM", "bundles per step", "spilled stores"),
@@ -219,6 +253,109 @@ def _table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
             table.add_row("", "[bold]all[/]", *[""] * 7, f"[bold]{_estimate(report.floor_us)}[/]", "")
         table.add_section()
     return table
+
+
+def _gpu_table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
+    capacity = " or ".join(dict.fromkeys(memory(Chip.named(report.chip).smem_bytes) for report in reports))
+    table = new_table(
+        f"{title} ({reports[0].compiler}; from machine code, not measured)",
+        ("chip", "kernel"),
+        (
+            *("compile", "threads", "registers", "setmaxnreg", f"SMEM of {capacity}", "blocks per SM", "limited by"),
+            *("spilled", "in loops", "steady state"),
+        ),
+    )
+    for report in reports:
+        if not report.ok:
+            table.add_row(report.chip, f"[bold red]{report.stage} failed[/]", *[""] * 10)
+        elif not report.kernels:
+            table.add_row(report.chip, "(no figures)", f"{report.seconds:.0f} s", *[""] * 9)
+        for position, kernel in enumerate(report.kernels):
+            first = position == 0
+            table.add_row(
+                report.chip if first else "",
+                kernel.name.removeprefix(prefix),
+                ("cached" if report.cached else f"{report.seconds:.0f} s") if first else "",
+                *_gpu_figures(kernel),
+            )
+        table.add_section()
+    return table
+
+
+def _gpu_figures(kernel: KernelReport) -> tuple[str, ...]:
+    binary, resident = kernel.binary, kernel.occupancy
+    assert binary is not None
+    assert resident is not None
+    steady = binary.steady_state
+    return (
+        f"{binary.threads}",
+        f"{binary.registers}",
+        ", ".join(map(str, binary.setmaxnreg)) or "-",
+        memory(binary.smem_bytes),
+        f"{resident.blocks}",
+        ", ".join(resident.limits),
+        _spilled(binary.spill_store_bytes + binary.spill_load_bytes),
+        _spilled(binary.spill_bytes_in_loops),
+        "no loop" if steady is None else f"{steady.instructions:,}",
+    )
+
+
+def _spilled(size: int) -> str:
+    return f"[bold red]{size} B[/]" if size else "0"
+
+
+def _loop_table(title: str, reports: list[CompileReport], *, prefix: str) -> Table | None:
+    """The instructions of every loop, by kind. Chips that have the same code share their rows."""
+    chips: dict[str, list[str]] = {}
+    binaries: dict[str, list[Binary]] = {}
+    for report in reports:
+        found = [kernel.binary for kernel in report.kernels if kernel.binary is not None]
+        if found:
+            key = json.dumps([binary.to_dict() for binary in found])
+            chips.setdefault(key, []).append(report.chip)
+            binaries[key] = found
+    if not chips:
+        return None
+    every = [count_kinds(binary.opcodes) for found in binaries.values() for binary in found]
+    listed = tuple(kind for kind in _COUNTED if any(kind in kinds for kinds in every))
+
+    def counted(kinds: dict[str, int]) -> tuple[str, ...]:
+        return tuple(f"{kinds.get(kind, 0):,}" for kind in listed)
+
+    table = new_table(
+        f"{title}: instructions of each loop, without those inside of it (*: steady state)",
+        ("chip", "kernel", "loop"),
+        ("depth", "instructions", "spilled", *listed),
+    )
+    for key, found in binaries.items():
+        for position, binary in enumerate(found):
+            name = binary.name.removeprefix(prefix)
+            rows = [
+                (
+                    f"0x{loop.start:04x}{' *' if loop == binary.steady_state else ''}",
+                    f"{loop.depth}",
+                    f"{loop.instructions:,}",
+                    _spilled(loop.spill_bytes),
+                    *counted(loop.kinds),
+                )
+                for loop in binary.loops
+            ] or [("no loop", "", f"{sum(binary.opcodes.values()):,}", "", *counted(count_kinds(binary.opcodes)))]
+            for place, row in enumerate(rows):
+                first = position == place == 0
+                table.add_row(", ".join(chips[key]) if first else "", name if place == 0 else "", *row)
+        table.add_section()
+    return table
+
+
+def _show_remarks(reports: list[CompileReport]) -> None:
+    """What ptxas says about performance: once per kernel, and serialised wgmma first."""
+    said: dict[str, list[str]] = {}
+    for report in reports:
+        for kernel in report.kernels:
+            for remark in kernel.binary.remarks if kernel.binary is not None else ():
+                said.setdefault(f"{kernel.name}: {remark}", []).append(report.chip)
+    for remark, chips in sorted(said.items(), key=lambda item: "serialized" not in item[0]):
+        console().print(f"[bold yellow]{', '.join(chips)}[/] {escape(remark)}", soft_wrap=True)
 
 
 def _figures(kernel: KernelReport, capacity: int | None) -> tuple[str, ...]:

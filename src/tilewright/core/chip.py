@@ -19,6 +19,10 @@ GIB = 2**30
 LANES = 128
 SUBLANES = 8  # Rows of a float32 tile.
 ROW_TILE = 16  # Rows of a bfloat16 tile, the larger of the two dtypes' tiles.
+# The same on every GPU of the table.
+SM_REGISTERS = 65536  # 32-bit registers of a multiprocessor, a quarter of them in each of its four partitions.
+WARP_THREADS = 32
+BLOCK_RESERVED_SMEM = 1024
 Platform = Literal["tpu", "gpu", "cpu"]
 
 
@@ -57,6 +61,11 @@ class Chip:
     multiprocessors: int | None = None
     smem_bytes: int | None = None
     """The most shared memory that one thread block can have."""
+    sm_smem_bytes: int | None = None
+    """The shared memory of a multiprocessor. Every resident block takes `BLOCK_RESERVED_SMEM` of it beside its own."""
+    sm_threads: int | None = None
+    sm_blocks: int | None = None
+    """The most threads and the most blocks that are resident on a multiprocessor."""
 
     @property
     def known(self) -> bool:
@@ -114,16 +123,17 @@ v5p  TPU v5p, TPU v5        459  918  -    95  2765 2     2      4    128   64  
 v6e  TPU v6e, TPU v6 lite   918  1836 918  32  1638 1     1      2    256   128  8    v6e
 v7x  TPU7x, TPU v7x         2307 -    4614 192 7380 2     1      2    256   64   4    v7x
 """
-# TFLOP/s by dtype; memory in GB and GB/s; compute capability; multiprocessors; shared memory of a thread block in KiB.
-# SXM parts, except # L4: an H100 PCIe or NVL has other clocks and memory, so it is "unknown" and not an H100.
+# TFLOP/s by dtype; memory in GB and GB/s; compute capability; multiprocessors; shared memory of a thread block in KiB;
+# and of a multiprocessor the shared memory in KiB, the threads and the blocks.
+# SXM parts, except L4: an H100 PCIe or NVL has other clocks and memory, so it is "unknown" and not an H100.
 _GPUS = """
-name      device kinds          bf16 tf32  f32  int8 fp8  GB  GB/s capability SMs KiB rented
-a100      NVIDIA A100-SXM4-80GB 312  156   19.5 624  -    80  2039 8.0        108 163 A100-80GB
-a100-40gb NVIDIA A100-SXM4-40GB 312  156   19.5 624  -    40  1555 8.0        108 163 A100
-h100      NVIDIA H100 80GB HBM3 989  494.5 67   1979 1979 80  3350 9.0        132 227 H100
-h200      NVIDIA H200           989  494.5 67   1979 1979 141 4800 9.0        132 227 H200
-b200      NVIDIA B200           2250 1125  75   4500 4500 180 7700 10.0       148 227 B200
-l4        NVIDIA L4             121  60    30.3 242  242  24  300  8.9        58  99  L4
+name      device kinds          bf16 tf32  f32  int8 fp8  GB  GB/s capability SMs KiB SM-KiB threads blocks rented
+a100      NVIDIA A100-SXM4-80GB 312  156   19.5 624  -    80  2039 8.0        108 163 164    2048    32     A100-80GB
+a100-40gb NVIDIA A100-SXM4-40GB 312  156   19.5 624  -    40  1555 8.0        108 163 164    2048    32     A100
+h100      NVIDIA H100 80GB HBM3 989  494.5 67   1979 1979 80  3350 9.0        132 227 228    2048    32     H100
+h200      NVIDIA H200           989  494.5 67   1979 1979 141 4800 9.0        132 227 228    2048    32     H200
+b200      NVIDIA B200           2250 1125  75   4500 4500 180 7700 10.0       148 227 228    2048    32     B200
+l4        NVIDIA L4             121  60    30.3 242  242  24  300  8.9        58  99  100    1536    24     L4
 """
 
 
@@ -167,8 +177,9 @@ def _tpus() -> Iterator[Chip]:
 
 
 def _gpus() -> Iterator[Chip]:
-    for name, kinds, (bf16, tf32, float32, int8, fp8, memory, bandwidth, capability, sms, smem, rented) in _rows(_GPUS):
+    for name, kinds, (bf16, tf32, float32, int8, fp8, memory, bandwidth, capability, *numbers, rented) in _rows(_GPUS):
         major, minor = capability.split(".")
+        sms, smem, sm_smem, threads, blocks = map(int, numbers)
         yield Chip(
             name=name,
             platform="gpu",
@@ -178,8 +189,11 @@ def _gpus() -> Iterator[Chip]:
             memory_bytes=int(float(memory) * 1e9),
             memory_bytes_per_s=float(bandwidth) * 1e9,
             compute_capability=(int(major), int(minor)),
-            multiprocessors=int(sms),
-            smem_bytes=int(smem) * 1024,
+            multiprocessors=sms,
+            smem_bytes=smem * 1024,
+            sm_smem_bytes=sm_smem * 1024,
+            sm_threads=threads,
+            sm_blocks=blocks,
         )
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -10,6 +11,9 @@ import pytest
 # Tests run small programs once or twice, and most of their time is XLA's compiler: its code need not be fast. Tests that
 # keep the optimisations on turn them on per function (`OPTIMISED` in tests/ops/contract.py).
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+# Not what `tilewright tune` has found for whoever runs the tests.
+os.environ["TILEWRIGHT_TUNED"] = "/nonexistent/tilewright/tuned"
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -46,6 +50,13 @@ if importlib.util.find_spec("beartype"):
 
     # Kept for the whole run: the hook checks a module when it is imported, and kernels are imported late.
     install_import_hook(_checked_modules(), "tests.typechecker.typechecked").__enter__()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_released() -> Iterator[None]:
+    """Frees the compiled programs of a module: thousands of them would have more memory maps than Linux gives a process."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

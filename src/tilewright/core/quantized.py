@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from tilewright.core.arguments import shown
 from tilewright.core.chip import CHIPS
+from tilewright.core.target import current_chip
 
 Layout = Literal["row_major", "column_major"]
 
@@ -112,8 +113,8 @@ def quantize(
       block: the rows and columns that share one scale. None for an element of the pair means the whole axis:
         (None, 1) has one scale per column, (1, None) one per row, (None, None) one for the matrix. A number n is (n, n).
         Without a block there is one scale per column, which for weights [K, N] is an output column.
-      layout: "column_major" stores a column's values next to each other, which is how Hopper's float8 units read
-        weights; it is the default for float8. Integers are "row_major".
+      layout: "column_major" stores a column's values next to each other, which is how the kernels for GPUs read weights:
+        other layouts cost them a copy. It is the default for float8, and on a GPU; otherwise integers are "row_major".
 
     Returns:
       a `QuantizedArray` of shape [..., R, C].
@@ -138,7 +139,7 @@ def quantize(
     values = jnp.round(scaled) if integer else scaled
     stored = values.reshape(x.shape).astype(jnp.int8 if integer else name)
     stored = packed(stored) if name == "int4" else stored
-    layout = layout or ("row_major" if integer else "column_major")
+    layout = layout or ("row_major" if integer and current_chip().platform != "gpu" else "column_major")
     stored = stored if layout == "row_major" else jnp.swapaxes(stored, -1, -2)
     return QuantizedArray(stored, scales.astype(jnp.float32), name, layout)
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tilewright.ops.grouped_matmul.call import sums_before
+
 
 @dataclass(frozen=True)
 class RowBlocks:
@@ -33,21 +35,30 @@ class RowTiles(NamedTuple):
     group: jax.Array
     """int32 [blocks]"""
     start: jax.Array
-    """int32 [blocks]: the first row of each."""
-    end: jax.Array
-    """int32 [blocks]: the end of its group."""
+    """int32 [blocks]: the first row of each. With an alignment it may be a row of the group before."""
     first: jax.Array
     """int32 [G + 1]: the first block of each group, and the number of all."""
 
 
-def row_tiles(bounds: jax.Array, m: int, block_m: int) -> RowTiles:
-    """The blocks of groups that end where the next one begins: `bounds` [G + 1], ascending, at most m."""
+def most_tiles(m: int, groups: int, block_m: int, alignment: int = 1) -> int:
+    """The blocks that m rows of so many groups can have."""
+    return (m + (alignment - 1) * groups) // block_m + groups
+
+
+def row_tiles(bounds: jax.Array, m: int, block_m: int, alignment: int = 1) -> RowTiles:
+    """The blocks of groups that end where the next one begins: `bounds` [G + 1], ascending, at most m.
+
+    The first block of a group begins at the last multiple of `alignment` that is not after its first row.
+    """
     groups = bounds.shape[0] - 1
-    counts = (bounds[1:] - bounds[:-1] + block_m - 1) // block_m  # [G]
-    first = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])  # [G + 1]
-    number = jnp.arange(m // block_m + groups, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(first[1:], number, side="right").astype(jnp.int32), groups - 1)
-    return RowTiles(group, bounds[group] + (number - first[group]) * block_m, bounds[group + 1], first)
+    begins = bounds[:-1] // alignment * alignment
+    counts = jnp.where(bounds[1:] > bounds[:-1], (bounds[1:] - begins + block_m - 1) // block_m, 0)  # [G]
+    first = sums_before(counts)  # [G + 1]
+    number = jnp.arange(most_tiles(m, groups, block_m, alignment), dtype=jnp.int32)
+    # All are compared: a binary search is a loop of small kernels on a GPU.
+    group = jnp.searchsorted(first[1:], number, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.minimum(group, groups - 1)
+    return RowTiles(group, begins[group] + (number - first[group]) * block_m, first)
 
 
 def row_blocks(starts: jax.Array, m: int, block_m: int) -> RowBlocks:
@@ -55,7 +66,7 @@ def row_blocks(starts: jax.Array, m: int, block_m: int) -> RowBlocks:
     groups, tiles = starts.shape[0] - 1, row_tiles(starts, m, block_m)
     # A block past the last one begins past the end of the last group, so it has no rows.
     rows = tiles.start[:, None] + jnp.arange(block_m, dtype=jnp.int32)[None]
-    rows = jnp.where(rows < tiles.end[:, None], rows, m)
+    rows = jnp.where(rows < starts[tiles.group + 1][:, None], rows, m)
     row = jnp.arange(m, dtype=jnp.int32)
     of_row = jnp.searchsorted(starts[1:], row, side="right").astype(jnp.int32)
     in_group, of_row = of_row < groups, jnp.minimum(of_row, groups - 1)

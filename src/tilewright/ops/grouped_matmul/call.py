@@ -54,14 +54,29 @@ class GroupedMatmulCall(Call):
         }
 
 
+_MOST_MASKED = 1024
+
+
 def group_starts(group_sizes: jax.Array, m: int) -> jax.Array:
     """The first row of each group, and the end of the last one: int32 [G + 1], ascending, at most m.
 
     Sizes that are negative count as 0, and groups end with the rows that there are: no implementation can read or write
     past them. `poison` tells of both.
     """
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), m).astype(jnp.int32)
-    return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    return jnp.minimum(sums_before(jnp.maximum(group_sizes, 0)), m)
+
+
+def sums_before(counts: jax.Array) -> jax.Array:
+    """The sum of the counts before each, and that of all: int32 [G + 1].
+
+    A sum over a mask is one kernel on a GPU, where a cumulative sum is several: they would cost more than the products of a
+    few tokens. For more groups than experts of any model the mask would be large.
+    """
+    groups = counts.shape[0]
+    if groups > _MOST_MASKED:
+        return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
+    before = jnp.arange(groups)[None, :] < jnp.arange(groups + 1)[:, None]  # [G + 1, G]
+    return jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def poison(group_sizes: jax.Array, m: int) -> jax.Array:

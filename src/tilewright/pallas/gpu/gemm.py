@@ -32,7 +32,9 @@ Operands may lie transposed in memory (`a_transposed`, `b_transposed`): the tens
 values from shared memory, so a gradient needs no transposed copy. With `parts` = 2 a tile is two tiles of half the
 columns, from B [k, 2, n]: the gates and the values of swiglu, which an epilogue needs at the same place.
 
-By default the tiles are all of C. `main_loop` takes a `Plan` of other ones, as grouped products have.
+By default the tiles are all of C. `main_loop` takes a `Plan` of other ones, as grouped products have. Their copies begin at
+multiples of ALIGNMENT rows: a swizzled tile in shared memory is made of blocks of that many rows, and the hardware fills a
+block that begins elsewhere with zeros. (The interpreter does not show that.)
 """
 
 import functools
@@ -48,21 +50,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
 from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.kernel import compiler_params, interpreted, processors, run_kernel, tile
 from tilewright.pallas.gpu.pipeline import Pipeline
-from tilewright.pallas.gpu.registers import tile_of_zeros, transposed
+from tilewright.pallas.gpu.registers import side_by_side, tile_of_zeros, transposed
 from tilewright.pallas.gpu.scheduler import Banded
 from tilewright.pallas.gpu.tile_config import GemmTiles
-from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops, products
+from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops, with_accumulators
 
-BLOCK_N, STAGES, BAND = 256, 4, 16
+BLOCK_N, STAGES, BAND = 256, 4, 8
 """What heuristics take: the widest tile, as many stages as fit beside it, and block rows whose operands stay in the L2."""
 _SCALED_BLOCK_N, _SCALED_STAGES = 128, 6  # Scaled sums have registers of their own, so the tile is half as wide.
+_SCALED_PIECES = 2  # Of products in a turn of the loop. With four, registers are spilled.
 MEMORY_FIELDS = "a smaller block_n or stages"
 
 Epilogue = Callable[..., Callable[..., None]]
 """(consumer, block row, block column), or (consumer, *place) of a `Plan` -> a function of the consumer's part of the tile:
 one float32 array [rows, block_n / parts] for each of the parts."""
+
+ALIGNMENT = 8
+"""The row of an array at which a copy of a swizzled tile begins is a multiple of this."""
 
 _CLUSTER = "peer"  # The axis of the thread blocks of a cluster.
 _ROWS = 64  # Of a wgmma instruction.
@@ -122,6 +129,10 @@ class Gemm:
     def width(self) -> int:
         """Columns of each part of a tile."""
         return self.block_n // self.parts
+
+    @property
+    def sum_dtype(self) -> Any:
+        return jnp.int32 if jnp.issubdtype(self.dtype, jnp.integer) else jnp.float32
 
     @property
     def tiles(self) -> Banded:
@@ -220,11 +231,13 @@ class Gemm:
         first_column: Any = 0,
         plan: "Plan | None" = None,
         scale: "Scale | None" = None,
+        scale_at_end: bool = False,
     ) -> None:
         """Computes this thread block's tiles: those of `plan`, or of the whole product from `first_column` on.
 
         With `scale` the products of each step are scaled and added up in float32 registers, for operands of 8 bits: the
-        tensor cores add float8 products with about 14 bits only, so a step of 128 is as far as they should go.
+        tensor cores add float8 products with about 14 bits only, so a step of 128 is as far as they should go. With
+        `scale_at_end` the sums are scaled, once: for int8, whose sums are exact, and scales that do not differ along k.
 
         `epilogue(consumer, i, j)` is called before the tile of block row i and block column j is computed, so that its
         loads run meanwhile. What it returns takes this consumer's rows of the tile, float32 [rows, width] per part.
@@ -241,10 +254,10 @@ class Gemm:
                 where = plan.locate(done)
                 finish, steps = epilogue(warpgroup, *where), plan.steps(*where)
 
-                def step(n: Any, sums: tuple[Accumulator, ...], *, prepared: bool = False) -> None:
+                def step(n: Any, sums: tuple[Accumulator, ...], *, edge: bool = False) -> None:
                     stage = pipeline.wait(before + n)
-                    if prepared and plan.prepare_last is not None:
-                        plan.prepare_last(n, stage, *where)
+                    if edge and plan.prepare_edge is not None:
+                        plan.prepare_edge(n, stage, *where)
                     a = pipeline.a.at[stage, :, own_rows] if self.a_transposed else pipeline.a.at[stage, own_rows]
                     for part, sum_ in enumerate(sums):
                         b = pipeline.b.at[(stage, part) if self.parts > 1 else stage]
@@ -254,19 +267,27 @@ class Gemm:
                     sums[0].wait(self.parts)
                     pl.when(n > 0)(lambda: pipeline.release(before + n - 1))
 
-                if scale is not None:
+                if scale is not None and not scale_at_end:
                     finish(*self._scaled_sums(pipeline, scale, before, steps, warpgroup, where))
                     return before + steps
                 loops: list[Any] = [(0, steps, step)]
-                if plan.prepare_last is not None:
-                    most = jnp.maximum(steps - 1, 0)
-                    loops = [(0, most, step), (most, steps, functools.partial(step, prepared=True))]
-                sums = accumulate_in_loops(((rows, self.width),) * self.parts, loops)
+                if plan.prepare_edge is not None:
+                    # Loops of their own: a branch in each step costs a fifth of the speed.
+                    at_edge, first, last = (
+                        functools.partial(step, edge=True),
+                        jnp.minimum(steps, 1),
+                        jnp.maximum(steps - 1, 1),
+                    )
+                    loops = [(0, first, at_edge), (1, last, step), (last, steps, at_edge)]
+                sums = accumulate_in_loops(((rows, self.width),) * self.parts, loops, self.sum_dtype)
                 last = before + steps - 1
                 if isinstance(steps, int):
                     pipeline.release(last)
                 else:
                     pl.when(steps > 0)(lambda: pipeline.release(last))
+                if scale is not None:
+                    apply = scale(warpgroup, 0, *where)
+                    sums = tuple(apply(part, 0, sum_.astype(jnp.float32)) for part, sum_ in enumerate(sums))
                 finish(*sums)
                 return before + steps
 
@@ -304,42 +325,88 @@ class Gemm:
     def _scaled_sums(
         self, pipeline: Pipeline, scale: "Scale", before: Any, steps: Any, warpgroup: Any, where: tuple[Any, ...]
     ) -> tuple[jax.Array, ...]:
-        """The sums over all steps of this consumer's rows, each step's products scaled: float32 [rows, width] per part."""
-        shape, own_rows = (self.rows, self.width), pl.ds(warpgroup * self.rows, self.rows)
-        integers = jnp.issubdtype(self.dtype, jnp.integer)
+        """The sums over all steps of this consumer's rows, each step's products scaled: float32 [rows, width] per part.
 
-        def step(n: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            apply = scale(warpgroup, n, *where)
-            stage = pipeline.wait(before + n)
-            a = pipeline.a.at[stage, own_rows]
+        The products of a step are computed in pieces of the tile. While one is scaled and added, the next is computed.
+        """
+        own_rows = pl.ds(warpgroup * self.rows, self.rows)
+        # Two pieces and all sums have to fit into registers; 64 columns are in one block of scales.
+        shape = (self.rows, self.width if self.block_n <= _SCALED_BLOCK_N else 64)
+        cuts = self.width // shape[1]
+        pieces = [(part, cut) for part in range(self.parts) for cut in range(cuts)]
 
-            def add(*sums: Accumulator) -> None:
-                for part, sum_ in enumerate(sums):
-                    b = pipeline.b.at[(stage, part) if self.parts > 1 else stage]
-                    sum_.add(a, transposed(b))  # [rows, width]
+        def several(first: Any, totals: tuple[jax.Array, ...], *, count: int) -> tuple[jax.Array, ...]:
+            work = [(step, *piece) for step in range(count) for piece in pieces]
+            scales = [scale(warpgroup, first + step, *where) for step in range(count)]
 
-            added = products((shape,) * self.parts, add, jnp.int32 if integers else jnp.float32)
-            pipeline.release(before + n)
-            pairs = zip(totals, added, strict=True)
-            return tuple(total + apply(part, x.astype(jnp.float32)) for part, (total, x) in enumerate(pairs))
+            def run(*sums: Accumulator) -> tuple[jax.Array, ...]:
+                results, stages = list(totals), {}
 
-        zeros = tuple(tile_of_zeros(shape) for _ in range(self.parts))
-        return lax.fori_loop(0, steps, step, zeros)
+                def issue(i: int) -> None:
+                    step, part, cut = work[i]
+                    if step not in stages:
+                        stages[step] = pipeline.wait(before + first + step)
+                    columns = pl.ds(cut * shape[1], shape[1])
+                    b = pipeline.b.at[stages[step], part] if self.parts > 1 else pipeline.b.at[stages[step]]
+                    sums[i].add(pipeline.a.at[stages[step], own_rows], transposed(b.at[columns]))  # [rows, columns]
+
+                issue(0)
+                for i, (step, part, cut) in enumerate(work):
+                    if i + 1 < len(work):
+                        issue(i + 1)
+                    product = sums[i].read(in_flight=1 if i + 1 < len(work) else 0)
+                    if (part, cut) == pieces[-1]:
+                        pipeline.release(before + first + step)
+                    place = part * cuts + cut
+                    scaled = scales[step](part, cut * shape[1], product.astype(jnp.float32))
+                    results[place] = results[place] + scaled
+                return tuple(results)
+
+            return with_accumulators((shape,) * len(work), run, self.sum_dtype)
+
+        totals = tuple(tile_of_zeros(shape) for _ in pieces)
+        count = max(1, _SCALED_PIECES // len(pieces))
+        groups = steps // count if isinstance(steps, int) else lax.div(steps, jnp.int32(count))
+        totals = lax.fori_loop(0, groups, lambda i, totals: several(i * count, totals, count=count), totals)
+        if not isinstance(steps, int) or steps % count:
+            totals = lax.fori_loop(groups * count, steps, functools.partial(several, count=1), totals)
+        return tuple(side_by_side(totals[part * cuts : (part + 1) * cuts]) for part in range(self.parts))
 
 
-Scale = Callable[..., Callable[[int, jax.Array], jax.Array]]
-"""(consumer, step, *place) -> a function of a part's number and its products of that step, float32 [rows, width]. What it
-loads is on its way while the products are computed."""
+Scale = Callable[..., Callable[[int, int, jax.Array], jax.Array]]
+"""(consumer, step, *place) -> a function of a part's number, a column of it, and its products of that step from there on,
+float32 [rows, columns]. What it loads is on its way while the products are computed."""
+
+
+def scales_at_end(call: Any) -> bool:
+    """Whether the sums of a call of products (core/products.py) with two quantised operands are scaled once."""
+    return call.w_dtype == "int8" and call.x_scales.shape[-1] == call.w_scales.shape[-3] == 1
 
 
 def largest_tile(
-    config: type[Any], chip: Chip, memory: Callable[[Any], Mapping[str, int]], *, scaled: bool, **fields: Any
+    config: type[Any],
+    chip: Chip,
+    memory: Callable[[Any], Mapping[str, int]],
+    call: Any,
+    *,
+    rows_per_group: int,
+    **fields: Any,
 ) -> Any:
-    """The config with the widest tile and the most stages whose kernels fit. `memory`: their shared memory, of a config."""
-    block_n, most = (_SCALED_BLOCK_N, _SCALED_STAGES) if scaled else (BLOCK_N, STAGES)
+    """The config with the widest tile and the most stages whose kernels fit, for a call of products (core/products.py).
+
+    `memory`: the shared memory of the kernels with a config.
+    """
+    scaled = call.x_scales is not None
+    per_step = scaled and not scales_at_end(call)
+    block_n, most = (_SCALED_BLOCK_N, _SCALED_STAGES) if per_step else (BLOCK_N, STAGES)
+    block_m = 64 if rows_per_group <= 64 else 128
+    if not scaled and call.w_scales is not None:
+        # A group begins at any row, and its first tile at a multiple of ALIGNMENT.
+        before = ALIGNMENT - 1 if call.w.ndim == 4 else 0
+        block_m, most = weight_only.tile_rows(call, rows_per_group + before), weight_only.STAGES
     chosen = None
     for stages in range(most, 1, -1):
-        chosen = config(block_n, stages, BAND, **fields)
+        chosen = config(block_n, stages, BAND, block_m=block_m, **fields)
         if max(memory(chosen).values()) <= (chip.smem_bytes or 0):
             break
     return chosen
@@ -357,5 +424,5 @@ class Plan:
     """(step, *place) -> the blocks of A and of each part of B in global memory."""
     steps: Callable[..., Any]
     """(*place) -> the steps of the main loop; a number, or a value on the device."""
-    prepare_last: Callable[..., None] | None = None
-    """(step, stage, *place): what a consumer does to the stage of a tile's last step before it multiplies."""
+    prepare_edge: Callable[..., None] | None = None
+    """(step, stage, *place): what a consumer does to the stage of a tile's first and last step before it multiplies."""

@@ -28,6 +28,7 @@ from tilewright.core.chip import Chip
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import current_interpret, gpu_interpret_params
 from tilewright.pallas.arrays import padded
+from tilewright.pallas.names import note
 
 _SWIZZLE_BYTES = 128
 _TILE_ROWS = 8
@@ -143,7 +144,7 @@ def run_kernel(
         **({} if warpgroups is None else {"num_threads": warpgroups, "thread_name": warpgroup_axis}),
         compiler_params=params or compiler_params(),
         interpret=gpu_interpret_params(current_interpret(), alone=warpgroups is None),
-        kernel_name=name,
+        kernel_name=note(name),
     )
     results = kernel(*given.values())
     return dict(zip(made, results, strict=True)) | dict.fromkeys(key for key in outputs if outputs[key] is None)
@@ -203,7 +204,7 @@ def run_in_place(
         in_place,
         out_type=tuple(output_like(value.shape, value.dtype, state) for value in outputs.values()),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
-        name=name,
+        name=note(name),
         compiler_params=compiler_params(approximate_math=False),
         interpret=gpu_interpret_params(current_interpret(), alone=True),
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -52,6 +53,19 @@ def tile_of_zeros(shape: tuple[int, int]) -> jax.Array:
     """float32 zeros in the layout of products."""
     zeros = jnp.zeros(shape, jnp.float32)
     return zeros if interpreted() else plgpu.layout_cast(zeros, WGMMA)
+
+
+def side_by_side(tiles: tuple[jax.Array, ...]) -> jax.Array:
+    """Tiles of equal rows in the layout of products as one. Each thread has the same columns of each, so nothing moves."""
+    if len(tiles) == 1 or interpreted():
+        return jnp.concatenate(tiles, axis=1)
+    rows, columns = tiles[0].shape[0], sum(tile.shape[1] for tile in tiles)
+
+    def join(*tiles: Any) -> Any:
+        registers = np.concatenate([tile.registers for tile in tiles], axis=1)
+        return mosaic.FragmentedArray(_registers=registers, _layout=tiles[0].layout, _is_signed=None)
+
+    return inline_mosaic(join, *tiles, out=jax.ShapeDtypeStruct((rows, columns), tiles[0].dtype))
 
 
 def load_tile(ref: Any) -> jax.Array:

@@ -22,6 +22,15 @@ WIDTH = 64
 """Columns of a part of a tile that is stored at a time."""
 
 
+def stored_columns(width: int, columns: int) -> range:
+    """The first columns of the parts of a tile of `width` columns that are stored to an array of `columns`.
+
+    Parts past the end of the array are left out where it has one tile of columns. They must be: the copy to an array of one
+    part has no index for it, and would write them over the first.
+    """
+    return range(0, min(width, -(-columns // WIDTH) * WIDTH), WIDTH)
+
+
 def staging_scratch(consumers: int, rows: int, **dtypes: Any) -> dict[str, Any]:
     """Scratch for the stores of each consumer warpgroup: `<name>_smem` [consumers, BUFFERS, rows, WIDTH] for each dtype, or
     None where there is none.
@@ -56,18 +65,19 @@ class Staging:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def store_first_rows(value: jax.Array, ref: Any, row: Any, column: Any, count: Any) -> None:
-    """Stores the first `count` rows of a tile at `row` and `column` of an array in global memory, and nothing else.
+def store_rows(value: jax.Array, ref: Any, row: Any, column: Any, first: Any, end: Any) -> None:
+    """Stores the rows from `first` to before `end` of a tile at `row` and `column` of an array in global memory, no others.
 
     Rows that belong to another thread block stay as they are, which a copy of the whole tile could not promise. Columns
     past the end of the array are not written either; their number is even.
     """
     (rows, columns), value = value.shape, value.astype(ref.dtype)
     if not interpreted():
-        mask = (row_indices((rows, columns)) < count) & (column_indices((rows, columns), column) < ref.shape[-1])
+        own_row = row_indices((rows, columns))
+        mask = (own_row >= first) & (own_row < end) & (column_indices((rows, columns), column) < ref.shape[-1])
         store_masked(ref.at[pl.ds(row, rows), pl.ds(column, columns)], value, mask)
         return
-    done, power = jnp.int32(0), 1 << (rows.bit_length() - 1)
+    done, power, count = first, 1 << (rows.bit_length() - 1), end - first
     while power:
 
         def store_part(done: Any = done, power: int = power) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 
 # A wgmma instruction has 64 rows and up to 256 columns; a row of a swizzled tile is 64 of bfloat16.
 WIDTH = 64
@@ -14,6 +14,15 @@ LEAST_REGISTERS, MOST_REGISTERS = 24, 240
 class GemmTiles(Config):
     """A tile has `block_m` rows and `block_n` columns, and is summed in steps of 128 bytes of the contracted axis."""
 
+    choices = search_over(
+        block_n=(64, 128, 192, 256),
+        stages=(2, 3, 4, 5, 6, 8),
+        band=(4, 8, 16, 32),
+        block_m=(WIDTH, 2 * WIDTH),
+        cluster=(1, 2),
+    )
+    memory_fields = ("block_n", "stages", "block_m")
+
     block_n: int
     """Columns of a tile; with "swiglu" half of them are gates."""
     stages: int
@@ -22,7 +31,9 @@ class GemmTiles(Config):
     """Blocks of rows that share the columns of the right operand which are in the L2 cache."""
     _: dataclasses.KW_ONLY
     block_m: int = 128
-    """Rows of a tile: 64 per consumer warpgroup, of which there are one or two."""
+    """Rows of a tile: 64 or 128, for one or two consumer warpgroups. For weights that are quantised and rows that are not,
+    16, 32 or 64 of them are multiplied with weights that the kernel converts (a tile has 128 columns then, whatever
+    `block_n` says); with 128 the weights are converted before, for many rows."""
     cluster: int = 1
     """2: two thread blocks with adjacent rows share one read of their columns of the right operand. 1: each has its
     own."""
@@ -32,8 +43,8 @@ class GemmTiles(Config):
 
     def __post_init__(self) -> None:
         check_tile(self, "block_n")
-        if self.block_m not in (WIDTH, 2 * WIDTH):
-            raise ValueError(f"block_m={self.block_m!r} must be 64 or 128 (one or two consumer warpgroups); use 128")
+        if self.block_m not in (16, 32, 64, 128):
+            raise ValueError(f"block_m={self.block_m!r} must be 64 or 128, or 16 or 32 for quantised weights; use 128")
 
 
 def check_tile(config: Config, columns: str) -> None:

@@ -123,9 +123,11 @@ def product(shape: Shape, add: Callable[[Accumulator], None]) -> jax.Array:
     return products((shape,), add)[0]
 
 
-def with_accumulators(shapes: tuple[Shape, ...], body: Callable[..., None]) -> None:
-    """Calls `body` with one accumulator per shape, each of them zero."""
-    _plain(_zeros(shapes), body) if interpreted() else _scoped(shapes, body)
+def with_accumulators(shapes: tuple[Shape, ...], body: Callable[..., Any], dtype: Any = jnp.float32) -> Any:
+    """Calls `body` with one accumulator per shape, each of them zero, and returns what it returns."""
+    if interpreted():
+        return body(*(Accumulator(value=value) for value in _zeros(shapes, dtype)))
+    return _scoped(shapes, body, dtype)
 
 
 def wait_for_products(in_flight: int) -> None:
@@ -134,7 +136,9 @@ def wait_for_products(in_flight: int) -> None:
         plgpu.wgmma_wait(in_flight)
 
 
-def accumulate_in_loops(shapes: tuple[Shape, ...], loops: list[Loop]) -> tuple[jax.Array, ...]:
+def accumulate_in_loops(
+    shapes: tuple[Shape, ...], loops: list[Loop], dtype: Any = jnp.float32
+) -> tuple[jax.Array, ...]:
     """Sums that start from zero and that loops of (first, end, body) add to; `body` takes the index and the
     accumulators.
 
@@ -148,7 +152,7 @@ def accumulate_in_loops(shapes: tuple[Shape, ...], loops: list[Loop]) -> tuple[j
             body(n, sums)
             return tuple(accumulator.read() for accumulator in sums)
 
-        values = _zeros(shapes)
+        values = _zeros(shapes, dtype)
         for first, end, body in loops:
             values = jax.lax.fori_loop(first, end, functools.partial(iteration, body=body), values)
         return values
@@ -158,4 +162,4 @@ def accumulate_in_loops(shapes: tuple[Shape, ...], loops: list[Loop]) -> tuple[j
             jax.lax.fori_loop(first, end, lambda n, _, body=body: body(n, sums), None)
         return tuple(sum_.ref[...] for sum_ in sums)
 
-    return _scoped(shapes, run)
+    return _scoped(shapes, run, dtype)

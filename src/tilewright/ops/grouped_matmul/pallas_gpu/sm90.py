@@ -6,19 +6,20 @@ Floor: 2 M K N FLOPs per product and part; x and every w_g read once, y written 
 rows in the mean, since the last tile of a group is not full.
 
 Blocking: the main loop of pallas/gpu/gemm.py with tiles that XLA lists from the sizes of the groups (`_row_tiles`): a tile
-begins where its group begins or the tile before it ends. Its rows past the end of the group, which are rows of the next
-one, are multiplied too, with the wrong matrix, and not stored. A full tile is copied through shared memory; each thread
-stores its own values of the others (`store_first_rows`). Rows past the last group have tiles of their own, whose main loop
-has no steps: they store zeros.
+begins where the one before it ends, and the first of a group up to seven rows before the group, since copies begin at
+multiples of 8 rows. Its rows of other groups are multiplied too, with the wrong matrix, and not stored. A tile without such
+rows is copied through shared memory; of the others each thread stores its own values (`store_rows`). Rows past the last
+group have tiles of their own, whose main loop has no steps: they store zeros.
 
 dw has one tile [128, block_n] of [K, N] at a time for each group, and as many steps as the group has blocks of 64 rows,
-counted on the device. In the last one, rows past the end of the group are set to zero in shared memory, in both operands:
-a zero times another group's infinity would not be zero. Groups without rows store zeros.
+counted on the device. In the first and the last one, rows of other groups are set to zero in shared memory, in both
+operands: a zero times another group's infinity would not be zero. Groups without rows store zeros.
 
 All sums are in one order: the same bits in every run.
 
-Quantised weights with a float x are dequantised by XLA to bfloat16 first, which rounds each of them once. Two quantised
-operands are multiplied as in ops/matmul/pallas_gpu/sm90.py.
+Quantised weights with a float x: for up to 128 rows per group in the mean the kernel converts them
+(pallas/gpu/weight_only.py). For more they are dequantised by XLA to bfloat16 first, which rounds each of them once. Two
+quantised operands are multiplied as in ops/matmul/pallas_gpu/sm90.py.
 """
 
 import functools
@@ -34,29 +35,32 @@ from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.core.products import dequantized_weights
-from tilewright.ops.grouped_matmul.blocks import row_tiles
+from tilewright.ops.grouped_matmul.blocks import most_tiles, row_tiles
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
 from tilewright.ops.grouped_matmul.xla import d_rows
-from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands
-from tilewright.pallas.gpu.gemm import BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
+from tilewright.pallas.gpu import weight_only
+from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands, scaled_at_end
+from tilewright.pallas.gpu.gemm import ALIGNMENT, BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape, with_rows_past_end
 from tilewright.pallas.gpu.pipeline import Pipeline
-from tilewright.pallas.gpu.registers import WGMMA, row_indices
+from tilewright.pallas.gpu.registers import few_rows
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
-from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store_first_rows
+from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store_rows, stored_columns
+from tilewright.pallas.gpu.weight_only import GROUP, GROUP_END, GROUP_START, START
 
-# What the kernel reads of a tile's rows: their group, the first of them, and the end of the group.
-_GROUP, _START, _END = range(3)
+# Eight rows of 64 columns of bfloat16, four columns at a time.
+_EIGHT_ROWS = few_rows(8, 16, 4)
 
 
 def _row_tiles(starts: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array]:
-    """The rows of tiles: int32 [3, tiles] (`_GROUP`, `_START`, `_END`), and their number, [1].
+    """The rows of tiles: int32 [4, tiles] (`START` and so on), and their number, [1].
 
     Rows past the last group are a group G of their own.
     """
-    tiles = row_tiles(jnp.concatenate([starts, jnp.full((1,), m, jnp.int32)]), m, block_m)
-    return jnp.stack([tiles.group, tiles.start, tiles.end]), tiles.first[-1:]
+    bounds = jnp.concatenate([starts, jnp.full((1,), m, jnp.int32)])
+    tiles = row_tiles(bounds, m, block_m, ALIGNMENT)
+    return jnp.stack([tiles.start, tiles.group, bounds[tiles.group], bounds[tiles.group + 1]]), tiles.first[-1:]
 
 
 def _rows_kernel(
@@ -64,7 +68,7 @@ def _rows_kernel(
     # inputs
     x_ref,  # [M, K]
     w_ref,  # [G, K, n], [G, K, parts, n], or [G, n, K]
-    tiles_ref,  # [3, tiles]
+    tiles_ref,  # [4, tiles]
     count_ref,  # [1]
     poison_ref,  # [1]
     x_scales_ref,  # [KX, M], of quantised operands
@@ -93,9 +97,10 @@ def _rows_kernel(
         first = which * gemm.band
         height = jnp.minimum(count - first, gemm.band)
         row, column = first + lax.rem(rest, height), lax.div(rest, height)
-        return tiles_ref[_GROUP, row], tiles_ref[_START, row], tiles_ref[_END, row], column
+        bounds = tiles_ref[GROUP_START, row], tiles_ref[GROUP_END, row]
+        return tiles_ref[START, row], tiles_ref[GROUP, row], bounds, column
 
-    def sources(step: Any, group: Any, start: Any, end: Any, column: Any) -> tuple[Any, list[Any]]:
+    def sources(step: Any, start: Any, group: Any, bounds: Any, column: Any) -> tuple[Any, list[Any]]:
         depth, own = pl.ds(step * gemm.block_k, gemm.block_k), pl.ds(column * gemm.width, gemm.width)
         a = x_ref.at[pl.ds(start, gemm.block_m), depth]
         if gemm.parts > 1 and gemm.b_transposed:
@@ -104,9 +109,9 @@ def _rows_kernel(
             return a, [w_ref.at[group, depth, part, own] for part in range(gemm.parts)]
         return a, [w_ref.at[group, own, depth] if gemm.b_transposed else w_ref.at[group, depth, own]]
 
-    def epilogue(consumer: Any, group: Any, start: Any, end: Any, column: Any) -> Any:
+    def epilogue(consumer: Any, start: Any, group: Any, bounds: Any, column: Any) -> Any:
         first_row = start + consumer * gemm.rows
-        valid = jnp.clip(end - first_row, 0, gemm.rows)
+        first, end = (jnp.clip(bound - first_row, 0, gemm.rows) for bound in bounds)  # Rows of the group.
         rows = pl.ds(first_row, gemm.rows)
 
         def parts_of(products: tuple[jax.Array, ...], begin: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -116,7 +121,7 @@ def _rows_kernel(
 
         def store_all(products: tuple[jax.Array, ...]) -> None:
             staging = Staging(y=y_smem.at[consumer], z=None if z_ref is None else z_smem.at[consumer])
-            for begin in range(0, gemm.width, WIDTH):
+            for begin in stored_columns(gemm.width, gemm.n):
                 y, z = parts_of(products, begin)
                 at = pl.ds(column * gemm.width + begin, WIDTH)
                 if z_ref is not None:
@@ -126,17 +131,18 @@ def _rows_kernel(
             staging.end()
 
         def store_some(products: tuple[jax.Array, ...]) -> None:
-            for begin in range(0, gemm.width, WIDTH):
+            for begin in stored_columns(gemm.width, gemm.n):
                 y, z = parts_of(products, begin)
                 at = column * gemm.width + begin
                 if z_ref is not None:
                     for part, each in enumerate(z):
-                        store_first_rows(each, z_ref.at[:, part], first_row, at, valid)
-                store_first_rows(y, y_ref, first_row, at, valid)
+                        store_rows(each, z_ref.at[:, part], first_row, at, first, end)
+                store_rows(y, y_ref, first_row, at, first, end)
 
         def finish(*products: jax.Array) -> None:
-            pl.when(valid == gemm.rows)(lambda: store_all(products))
-            pl.when((valid > 0) & (valid < gemm.rows))(lambda: store_some(products))
+            count = end - first
+            pl.when(count == gemm.rows)(lambda: store_all(products))
+            pl.when((count > 0) & (count < gemm.rows))(lambda: store_some(products))
 
         return finish
 
@@ -145,15 +151,22 @@ def _rows_kernel(
         count=lax.div(total - program + gemm.blocks - 1, jnp.int32(gemm.blocks)),
         locate=locate,
         sources=sources,
-        steps=lambda group, start, end, column: jnp.where(group < groups, gemm.steps, 0),
+        steps=lambda start, group, bounds, column: jnp.where(group < groups, gemm.steps, 0),
     )
 
-    def scale(consumer: Any, step: Any, group: Any, start: Any, end: Any, column: Any) -> Any:
+    def scale(consumer: Any, step: Any, start: Any, group: Any, bounds: Any, column: Any) -> Any:
         row = start + consumer * gemm.rows
         return block_scale(gemm, x_scales_ref, w_scales_ref.at[group], step, row, column * gemm.width)
 
-    scaled = None if x_scales_ref is None else scale
-    gemm.main_loop(x_ref, w_ref, pipeline, epilogue, plan=plan, scale=scaled)
+    gemm.main_loop(
+        x_ref,
+        w_ref,
+        pipeline,
+        epilogue,
+        plan=plan,
+        scale=None if x_scales_ref is None else scale,
+        scale_at_end=scaled_at_end(gemm, x_scales_ref, w_scales_ref),
+    )
 
 
 def _dw_kernel(
@@ -181,40 +194,49 @@ def _dw_kernel(
         column, row = divmod_nonnegative(rest, num_k)
         return starts_ref[group], starts_ref[group + 1], group, row, column
 
+    def first_row(start: Any, step: Any) -> Any:
+        """The first row of a step. The group's first one is up to seven rows later."""
+        return start - lax.rem(start, jnp.int32(ALIGNMENT)) + step * gemm.block_k
+
     def steps(start: Any, end: Any, *_: Any) -> Any:
-        return lax.div(end - start + gemm.block_k - 1, jnp.int32(gemm.block_k))
+        blocks = lax.div(end - first_row(start, 0) + gemm.block_k - 1, jnp.int32(gemm.block_k))
+        return jnp.where(end > start, blocks, 0)
 
     def sources(step: Any, start: Any, end: Any, group: Any, row: Any, column: Any) -> tuple[Any, list[Any]]:
-        depth = pl.ds(start + step * gemm.block_k, gemm.block_k)
+        depth = pl.ds(first_row(start, step), gemm.block_k)
         a = x_ref.at[depth, pl.ds(row * gemm.block_m, gemm.block_m)]
         return a, [dz_ref.at[depth, pl.ds(column * gemm.block_n, gemm.block_n)]]
 
     def clear(step: Any, stage: Any, start: Any, end: Any, *_: Any) -> None:
-        """Zeros for rows past the end of the group: each consumer in its own columns of both operands."""
-        valid = end - start - step * gemm.block_k
+        """Zeros for rows of other groups: each consumer in its own columns of both operands."""
+        first, end = start - first_row(start, step), end - first_row(start, step)
 
-        def clear_columns(buffer: Any, columns: int) -> None:
+        def clear_columns(buffer: Any, columns: int, rows: int) -> None:
             for begin in range(0, columns, WIDTH):
-                part = buffer.at[stage, :, pl.ds(consumer * columns + begin, WIDTH)]  # [block_k, WIDTH]
-                inside = row_indices((gemm.block_k, WIDTH)) < valid
-                value = plgpu.load(part, layout=WGMMA)
-                part[...] = jnp.where(inside, value, jnp.zeros_like(value))
+                part = buffer.at[stage, pl.ds(rows, ALIGNMENT), pl.ds(consumer * columns + begin, WIDTH)]
+                row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=_EIGHT_ROWS) + rows
+                value = plgpu.load(part, layout=_EIGHT_ROWS)
+                part[...] = jnp.where((row >= first) & (row < end), value, jnp.zeros_like(value))
+
+        def clear_rows(rows: int) -> None:
+            clear_columns(pipeline.a, gemm.block_m // gemm.consumers, rows)
+            clear_columns(pipeline.b, gemm.block_n // gemm.consumers, rows)
 
         def clear_stage() -> None:
-            clear_columns(pipeline.a, gemm.block_m // gemm.consumers)
-            clear_columns(pipeline.b, gemm.block_n // gemm.consumers)
+            for rows in range(0, gemm.block_k, ALIGNMENT):
+                pl.when((first > rows) | (end < rows + ALIGNMENT))(functools.partial(clear_rows, rows))
             plgpu.commit_smem()
             plgpu.barrier_arrive(cleared)
             plgpu.barrier_wait(cleared)
 
-        pl.when(valid < gemm.block_k)(clear_stage)
+        pl.when((first > 0) | (end < gemm.block_k))(clear_stage)
 
     def epilogue(consumer: Any, start: Any, end: Any, group: Any, row: Any, column: Any) -> Any:
         rows = pl.ds((row * gemm.consumers + consumer) * gemm.rows, gemm.rows)
 
         def finish(product: jax.Array) -> None:
             staging = Staging(dw=dw_smem.at[consumer])
-            for begin in range(0, gemm.block_n, WIDTH):
+            for begin in stored_columns(gemm.block_n, gemm.n):
                 at = pl.ds(column * gemm.block_n + begin, WIDTH)
                 staging.store(product[:, begin : begin + WIDTH], dw_ref.at[group, rows, at], "dw")
             staging.end()
@@ -226,7 +248,7 @@ def _dw_kernel(
         locate=locate,
         sources=sources,
         steps=steps,
-        prepare_last=clear,
+        prepare_edge=clear,
     )
     gemm.main_loop(x_ref, dz_ref, pipeline, epilogue, plan=plan)
 
@@ -281,7 +303,7 @@ def _rows_gemm(call: GroupedMatmulCall, launch: Launch, k: int, n: int, **option
     """A product of the rows of x, or of dz, with the matrices of their groups."""
     groups, m, _, _ = call.sizes
     config, parts = launch.config, options.get("parts", 1)
-    most = (m // config.block_m + groups + 1) * pl.cdiv(n, config.block_n // parts)
+    most = most_tiles(m, groups + 1, config.block_m, ALIGNMENT) * pl.cdiv(n, config.block_n // parts)
     return Gemm.of(config, launch.chip, m=m, n=n, k=k, most_tiles=most, **{"dtype": jnp.bfloat16, **options})
 
 
@@ -308,13 +330,19 @@ def _operands(call: GroupedMatmulCall, gemm: Gemm) -> tuple[jax.Array, tuple[jax
 
 def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
-    m, gemm = call.x.shape[0], _forward_gemm(call, launch)
+    m = call.x.shape[0]
+    starts = group_starts(call.group_sizes, m)
+    if weight_only.converts(call, launch.config):
+        tiles, count = _row_tiles(starts, m, launch.config.block_m)
+        bad, name = poison(call.group_sizes, m).reshape(1), "grouped_matmul_forward"
+        return weight_only.multiply(call, launch, tiles, count, call.out_dtype, name=name, save=save, poison=bad)
+    gemm = _forward_gemm(call, launch)
     w, scales = _operands(call, gemm)
     return _multiply_rows(
         gemm,
         call.x,
         w,
-        group_starts(call.group_sizes, m),
+        starts,
         call.out_dtype,
         name="grouped_matmul_forward",
         activation=call.activation,
@@ -369,6 +397,8 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
 
 
 def _forward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
+    if weight_only.converts(call, launch.config):
+        return {"forward": weight_only.of_call(call, launch).memory}
     gemm = _forward_gemm(call, launch)
     z_dtype = None if call.activation is None else jnp.bfloat16
     return {
@@ -386,19 +416,13 @@ def _backward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
     }
 
 
-def _block_m(call: GroupedMatmulCall) -> int:
-    """Half of a tile is wasted per group, so groups of a few rows have the smaller one."""
-    groups, m, _, _ = call.sizes
-    return 64 if m <= 64 * groups else 128
-
-
 def _heuristic(chip: Chip, call: GroupedMatmulCall) -> GroupedMatmulSm90Forward:
     return largest_tile(
         GroupedMatmulSm90Forward,
         chip,
         lambda config: _forward_memory(call, Launch(chip, config, None)),
-        scaled=call.x_scales is not None,
-        block_m=_block_m(call),
+        call,
+        rows_per_group=-(-call.sizes[1] // max(1, call.sizes[0])),
     )
 
 
@@ -406,7 +430,7 @@ FORWARD = Pass(
     _forward,
     config=GroupedMatmulSm90Forward,
     heuristic=_heuristic,
-    unsupported_reason=lambda call, launch: refused_operands(call),
+    unsupported_reason=lambda call, launch: refused_operands(call, launch.config),
     memory=_forward_memory,
     memory_fields=MEMORY_FIELDS,
     saved="M . N",
@@ -415,7 +439,7 @@ BACKWARD = Pass(
     _backward,
     config=GroupedMatmulSm90Backward,
     heuristic=lambda chip, call: GroupedMatmulSm90Backward(BLOCK_N, STAGES, BAND),
-    unsupported_reason=lambda call, launch: refused_operands(call),
+    unsupported_reason=lambda call, launch: refused_operands(call, launch.config),
     memory=_backward_memory,
     memory_fields=MEMORY_FIELDS,
 )

@@ -16,8 +16,8 @@ has a transposed copy. dz is computed by XLA from z and dy, one pass over memory
 Edges: no size needs to be whole blocks. Copies fill with zeros past the end of an array and do not write there. Arrays
 must be whole tiles of 8 rows of 128 bytes: an M that is no multiple of 8, or K and N of 64, cost padded copies.
 
-Quantised weights with a float x are dequantised by XLA to bfloat16 first, which rounds each of them once: for rows in the
-hundreds and more that is a small part of the time.
+Quantised weights with a float x: for up to 256 rows the kernel converts them (pallas/gpu/weight_only.py). For more they are
+dequantised by XLA to bfloat16 first, which rounds each of them once and is a small part of the time.
 
 Two quantised operands, int8 or float8: a step has 128 of K, and its products are scaled and added up in float32 registers
 (`Gemm.main_loop`, `scale`), so a tile is 128 columns wide. Scales are read from the L2 cache while the products of their
@@ -38,12 +38,13 @@ from tilewright.core.products import d_product, dequantized_weights
 from tilewright.ops.matmul.call import MatmulCall
 from tilewright.ops.matmul.config import MatmulSm90Backward, MatmulSm90Forward
 from tilewright.pallas.arrays import padded
-from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands
+from tilewright.pallas.gpu import weight_only
+from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands, scaled_at_end
 from tilewright.pallas.gpu.gemm import BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, largest_tile
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import load_along_columns, load_tile
-from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch
+from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, stored_columns
 
 _CLUSTER = 2
 
@@ -75,7 +76,7 @@ def _kernel(
 
         def finish(*products: jax.Array) -> None:
             staging = Staging(y=y_smem.at[consumer], z=None if z_ref is None else z_smem.at[consumer])
-            for start in range(0, gemm.width, WIDTH):
+            for start in stored_columns(gemm.width, gemm.n):
                 columns = pl.ds(j * gemm.width + start, WIDTH)
                 z = tuple(product[:, start : start + WIDTH] for product in products)
                 if bias_ref is not None:
@@ -97,7 +98,14 @@ def _kernel(
         row = (i * gemm.consumers + consumer) * gemm.rows
         return block_scale(gemm, x_scales_ref, w_scales_ref, step, row, j * gemm.width)
 
-    gemm.main_loop(a_ref, b_ref, pipeline, epilogue, scale=None if x_scales_ref is None else scale)
+    gemm.main_loop(
+        a_ref,
+        b_ref,
+        pipeline,
+        epilogue,
+        scale=None if x_scales_ref is None else scale,
+        scale_at_end=scaled_at_end(gemm, x_scales_ref, w_scales_ref),
+    )
 
 
 def _gemm(launch: Launch, m: int, k: int, n: int, **options: Any) -> Gemm:
@@ -179,6 +187,8 @@ def _kernel_dtype(call: MatmulCall, gemm: Gemm) -> Any:
 
 def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
+    if weight_only.converts(call, launch.config):
+        return _with_converted_weights(call, launch, save=save)
     gemm = _forward_gemm(call, launch)
     w, scales = _operands(call, gemm)
     fused = _adds_residual(call, gemm)
@@ -195,6 +205,27 @@ def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]
         z_dtype=jnp.bfloat16 if save and call.activation is not None else None,
     )
     if call.residual is not None and not fused:
+        y = (y + call.residual.astype(jnp.float32)).astype(call.out_dtype)
+    return y, z
+
+
+def _with_converted_weights(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
+    """The forward pass of quantised weights and few rows: one group of all rows."""
+    m, rows = call.x.shape[0], launch.config.block_m
+    start = jnp.arange(0, m, rows, dtype=jnp.int32)
+    zero = jnp.zeros_like(start)
+    tiles = jnp.stack([start, zero, zero, jnp.full_like(start, m)])
+    y, z = weight_only.multiply(
+        call,
+        launch,
+        tiles,
+        jnp.full((1,), start.shape[0], jnp.int32),
+        call.out_dtype if call.residual is None else jnp.float32,
+        name="matmul_forward",
+        save=save,
+        bias=None if call.bias is None else call.bias.astype(jnp.float32),
+    )
+    if call.residual is not None:
         y = (y + call.residual.astype(jnp.float32)).astype(call.out_dtype)
     return y, z
 
@@ -229,6 +260,8 @@ def _epilogue_gradients(call: MatmulCall, dz: jax.Array, dy: jax.Array, **gradie
 
 
 def _forward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
+    if weight_only.converts(call, launch.config):
+        return {"forward": weight_only.of_call(call, launch).memory}
     gemm = _forward_gemm(call, launch)
     z_dtype = None if call.activation is None else jnp.bfloat16
     staged = staging_scratch(gemm.consumers, gemm.rows, y=_kernel_dtype(call, gemm), z=z_dtype)
@@ -249,8 +282,8 @@ def _heuristic(chip: Chip, call: MatmulCall) -> MatmulSm90Forward:
         MatmulSm90Forward,
         chip,
         lambda config: _forward_memory(call, Launch(chip, config, None)),
-        scaled=call.x_scales is not None,
-        block_m=64 if m <= 64 else 128,
+        call,
+        rows_per_group=m,
         cluster=_CLUSTER,
     )
 
@@ -259,7 +292,7 @@ FORWARD = Pass(
     _forward,
     config=MatmulSm90Forward,
     heuristic=_heuristic,
-    unsupported_reason=lambda call, launch: refused_operands(call),
+    unsupported_reason=lambda call, launch: refused_operands(call, launch.config),
     memory=_forward_memory,
     memory_fields=MEMORY_FIELDS,
     saved="*tokens . N",
@@ -268,7 +301,7 @@ BACKWARD = Pass(
     _backward,
     config=MatmulSm90Backward,
     heuristic=lambda chip, call: MatmulSm90Backward(BLOCK_N, STAGES, BAND, cluster=_CLUSTER),
-    unsupported_reason=lambda call, launch: refused_operands(call),
+    unsupported_reason=lambda call, launch: refused_operands(call, launch.config),
     memory=_backward_memory,
     memory_fields=MEMORY_FIELDS,
 )

@@ -74,7 +74,8 @@ def test_a_ratio_is_for_those_that_agree(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stdout + done.stderr
     rows = {line.split("│")[3].strip(): [cell.strip() for cell in line.split("│")] for line in _rows(done.stdout)}
-    ratio, error = 7, 8
+    device, ratio, error = 7, 8, 9
+    assert (rows["xla"][device], rows["numpy"][device]) == ("-", "5.00 ms")
     assert rows["xla"][ratio] == "ours"
     assert float(rows["numpy"][ratio]) > 0
     assert rows["a_mistake"][ratio] == "-"

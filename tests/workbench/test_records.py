@@ -87,7 +87,7 @@ def test_median_and_spread() -> None:
 
 def test_a_record_of_another_schema_is_refused() -> None:
     data = json.loads(record().to_json()) | {"schema": 99}
-    with pytest.raises(ValueError, match=r"record schema=99 is not 2"):
+    with pytest.raises(ValueError, match=r"record schema=99 is not 3"):
         Record.from_json(json.dumps(data))
 
 
@@ -97,4 +97,4 @@ def test_a_record_of_schema_1_keeps_its_config_as_text() -> None:
     read = Record.from_json(json.dumps(data))
     assert read.metrics["config"] == "XlaConfig(chunk=64)"
     assert read.configs == {}
-    assert read.schema == 2
+    assert read.schema == 3

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +25,7 @@ from tilewright.cli.screen import (
 from tilewright.cli.ship import runs_elsewhere
 from tilewright.core.dispatch import Op, find_op
 from tilewright.core.target import default_device
+from tilewright.workbench.baseline import compare, read_baseline
 from tilewright.workbench.bench import Mode, Timing, bench_case, bench_record
 from tilewright.workbench.check import DTYPES
 from tilewright.workbench.figures import memory, rate, seconds
@@ -31,7 +34,7 @@ from tilewright.workbench.peers.beside import leave_room
 from tilewright.workbench.peers.compare import bench_peer
 from tilewright.workbench.peers.registry import Peer, absent, peers
 from tilewright.workbench.plot import check_suffix, plot_bench
-from tilewright.workbench.records import Record, append_records
+from tilewright.workbench.records import DECODE_SIZED_S, Record, append_records, comparable_samples
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class _Asked:
     dtypes: tuple[str, ...]
     implementations: tuple[str, ...]
     against: tuple[Peer, ...]
+    baseline: tuple[Record, ...] | None
 
 
 def _settle(
@@ -57,6 +61,7 @@ def _settle(
     records: Path,
     plot: Path | None,
     compile_only: bool,
+    baseline: Path | None,
     **_: Any,
 ) -> _Asked:
     """Resolves the names on the command line (op, cases, dtypes, implementations and peers), and tries its files."""
@@ -66,6 +71,8 @@ def _settle(
         raise ValueError("--plot draws times and --compile-only takes none; leave one of them out")
     if against is not None and compile_only:
         raise ValueError("--against times peers and --compile-only takes no times; leave one of them out")
+    if baseline is not None and compile_only:
+        raise ValueError("--baseline compares times and --compile-only takes none; leave one of them out")
     if peer_python is not None and against is None:
         raise ValueError("--peer-python is where peers are installed; name them with --against, or leave it out")
     known = peers()
@@ -79,11 +86,19 @@ def _settle(
         split_names(dtype, DTYPES, "dtype"),
         split_names(implementation, found.implementations, "implementation"),
         chosen,
+        None if baseline is None else tuple(read_baseline(baseline)),
     )
     if plot is not None:
         check_suffix(plot)
     try_writing(records=records, plot=plot)
     return asked
+
+
+def _show_fetched(done: list[Record], *, baseline: Path | None, **given: Any) -> None:
+    """What the verb prints, of records that another machine made."""
+    _show(done, **given)
+    if baseline is not None and not _passes(done, read_baseline(baseline)):
+        raise typer.Exit(1)
 
 
 def _show(done: list[Record], *, records: Path, plot: Path | None, quiet: bool, **_: Any) -> None:
@@ -101,8 +116,10 @@ def _show(done: list[Record], *, records: Path, plot: Path | None, quiet: bool, 
 def _notes(done: list[Record]) -> list[str]:
     """What the figures of a comparison mean, and where a peer computed something else."""
     judged = [record for record in done if "agrees" in record.metrics]
-    notes = [
-        f"ours / it: the time of our first implementation divided by this one's; below 1 ours is faster. "
+    notes = _device_notes(done)
+    by_device = f"; calls below {seconds(DECODE_SIZED_S)} are judged by device time where both have one"
+    notes += [
+        f"ours / it: the time of our first implementation divided by this one's; below 1 ours is faster{by_device}. "
         f"error: the largest of any output or gradient, against {first['error_against']}; up to "
         f"{first['error_tolerance']:g} agrees."
         for first in (record.metrics for record in judged[:1])
@@ -119,7 +136,64 @@ def _notes(done: list[Record]) -> list[str]:
     return notes
 
 
-@runs_elsewhere(check=_settle, records="records", here_only=("plot",), show=_show)
+def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
+    """Prints how the records compare with the baseline's. Returns whether none is slower."""
+    found, out = compare(done, baseline), console()
+
+    def names(records: Iterable[Record]) -> str:
+        return escape(", ".join(f"{each.implementation} {each.case} {each.dtype}" for each in records))
+
+    for change in found.changes:
+        if change.verdict == "same":
+            continue
+        percent = 100 * (change.now_s / change.before_s - 1)
+        colour = "bold red" if change.verdict == "slower" else "green"
+        out.print(
+            f"[{colour}]{change.verdict}:[/] {names([change.now])}: {seconds(change.now_s)}, was "
+            f"{seconds(change.before_s)} on {change.before.provenance.date[:10]} ({percent:+.1f} %, {change.basis} time, "
+            f"noise {100 * change.noise:.1f} %)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    same = sum(change.verdict == "same" for change in found.changes)
+    out.print(
+        f"baseline: {len(found.changes)} compared, {len(found.slower)} slower, {same} within the noise", highlight=False
+    )
+    lines = {
+        "other versions": escape(", ".join(found.other_versions)),
+        "no baseline": names(found.without_baseline),
+        "in the baseline, not measured now": names(found.not_measured),
+    }
+    for chips in dict.fromkeys((now.provenance.chip, then.provenance.chip) for now, then in found.other_chip):
+        those = [now for now, then in found.other_chip if (now.provenance.chip, then.provenance.chip) == chips]
+        lines[f"not compared, since this is {chips[0]} and the baseline is of {chips[1]}"] = names(those)
+    for what, which in lines.items():
+        if which:
+            out.print(f"[yellow]{what}:[/] {which}", highlight=False, soft_wrap=True)
+    return not found.slower
+
+
+def _device_notes(done: list[Record]) -> list[str]:
+    """What a device time is, and why some have none."""
+    on_device = any(record.device_samples_s for record in done)
+    notes = []
+    if on_device:
+        notes.append(
+            "device: the time in which the device works, from the profiler's trace, with warm caches; in brackets with "
+            "caches flushed before each call."
+        )
+    reasons: dict[str, list[str]] = {}
+    for record in done:
+        if "no_device_time" in record.metrics:
+            reasons.setdefault(str(record.metrics["no_device_time"]), []).append(record.implementation)
+    for reason, names in reasons.items():
+        whose = f" of {', '.join(dict.fromkeys(names))}" if on_device else ""
+        wall = "" if on_device else " Times are wall times."
+        notes.append(escape(f"device time{whose} is not available: {reason}.{wall}"))
+    return notes
+
+
+@runs_elsewhere(check=_settle, records="records", here_only=("plot", "baseline"), show=_show_fetched)
 def bench(
     asked: _Asked,
     op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
@@ -155,6 +229,10 @@ def bench(
     peer_python: Annotated[
         str | None, typer.Option(help="The Python that fla, torch and liger are installed in; defaults to this one.")
     ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="Earlier records to compare with: what became slower is named, and the exit code is 1."),
+    ] = None,
 ) -> None:
     """Time an op's implementations side by side on this device.
 
@@ -167,6 +245,9 @@ def bench(
     With --against, other libraries' kernels are timed on the same inputs in the same way, and every result is compared
     with the reference; a ratio is shown only for those that agree. Peers that are not installed are listed, never
     installed.
+
+    On a GPU and a TPU the time on the device is taken from the profiler's trace, beside wall time; on a GPU also with cold
+    caches. Calls of the size of a decoding step are judged by it.
     """
     with arguments():
         missing = absent(tuple(peer for peer in asked.against if op in peer.ops), peer_python)
@@ -201,11 +282,12 @@ def bench(
                 for error in raised:
                     keep(bench_record(asked.op, chosen, name, dtype_name, mode, metrics={"failure": error, **peer}))
     _show(done, records=records, plot=plot, quiet=quiet)
+    passes = asked.baseline is None or _passes(done, asked.baseline)
     if others := [peer.name for peer in asked.against if op not in peer.ops]:
         console().print(f"[yellow]no {op}:[/] {', '.join(others)}")
     for name, remedy in missing.items():
         console().print(f"[yellow]absent:[/] {escape(f'{name}: {remedy}')}", soft_wrap=True)
-    entries.end(ok=any(not record.metrics.get("peer") for record in done), refused="not timed")
+    entries.end(ok=passes and any(not record.metrics.get("peer") for record in done), refused="not timed")
 
 
 def _chosen_cases(op: Op, given: str | None) -> tuple[str, ...]:
@@ -222,38 +304,56 @@ def _table(done: list[Record]) -> Table:
     where = done[0].provenance
     compared = any({"agrees", "not_judged"} & record.metrics.keys() for record in done)
     relative = ("ours / it", "error") if compared else ("x fastest",)
+    on_device = any(record.device_samples_s for record in done)
     table = new_table(
         f"{done[0].op}, {done[0].mode}, on {where.device_kind} (jax {where.versions['jax']}, {where.date[:10]})",
         ("case", "dtype", "implementation"),
-        ("first step", "median", "spread", *relative, "FLOP/s", "bytes/s", "temp memory", "peak memory"),
+        (
+            *("first step", "median", "spread"),
+            *(("device (cold)",) if on_device else ()),
+            *relative,
+            "FLOP/s",
+            "bytes/s",
+            "temp memory",
+            "peak memory",
+        ),
     )
     for _, group in itertools.groupby(done, key=lambda record: (record.case, record.dtype)):
         rows = list(group)
         for record in rows:
-            table.add_row(*_row(record, [each for each in rows if each.samples_s], compared=compared))
+            timed = [each for each in rows if each.samples_s]
+            table.add_row(*_row(record, timed, compared=compared, on_device=on_device))
         table.add_section()
     return table
 
 
-def _row(record: Record, timed: list[Record], *, compared: bool) -> tuple[str, ...]:
+def _row(record: Record, timed: list[Record], *, compared: bool, on_device: bool) -> tuple[str, ...]:
     """A record as a row; `timed` are those of the same case and dtype that have samples."""
     numbers = {name: value for name, value in record.metrics.items() if isinstance(value, int | float)}
     names = (record.case, record.dtype, record.implementation)
     sizes = (memory(numbers.get("temp_bytes")), memory(numbers.get("peak_bytes")))
     if not record.samples_s:
         what = "[bold red]failed[/]" if "failure" in record.metrics else f"compile {seconds(numbers['compile_s'])}"
-        return (*names, what, *["-"] * (6 if compared else 5), *sizes)
-    fastest = min(each.median_s for each in timed)
+        return (*names, what, *["-"] * (5 + compared + on_device), *sizes)
     return (
         *names,
         seconds(numbers.get("first_step_s", 0.0)),
         seconds(record.median_s),
         f"{record.spread:.1%}",
-        *((_ratio(record, timed), _error(record)) if compared else (f"{record.median_s / fastest:.2f}",)),
+        *((_on_device(numbers),) if on_device else ()),
+        *((_ratio(record, timed), _error(record)) if compared else (f"{_of_fastest(record, timed):.2f}",)),
         rate(numbers.get("flops_per_s"), "FLOP/s", numbers.get("flops_fraction")),
         rate(numbers.get("bytes_per_s"), "B/s", numbers.get("bytes_fraction")),
         *sizes,
     )
+
+
+def _on_device(numbers: Mapping[str, float]) -> str:
+    """The time on the device with warm caches, and with cold ones in brackets."""
+    if "device_s" not in numbers:
+        return "-"
+    cold = f" ({seconds(numbers['device_cold_s'])})" if "device_cold_s" in numbers else ""
+    return f"{seconds(numbers['device_s'])}{cold}"
 
 
 def _ratio(record: Record, timed: list[Record]) -> str:
@@ -266,7 +366,18 @@ def _ratio(record: Record, timed: list[Record]) -> str:
         return "ours"
     if ours is None or not (record.metrics.get("agrees") and ours.metrics.get("agrees")):
         return "-"
-    return f"{ours.median_s / record.median_s:.2f}"
+    return f"{_quotient(ours, record):.2f}"
+
+
+def _of_fastest(record: Record, timed: list[Record]) -> float:
+    """The time of a record divided by that of the fastest one of its case and dtype."""
+    return max(_quotient(record, each) for each in timed)
+
+
+def _quotient(one: Record, other: Record) -> float:
+    """The time of one record divided by another's, by the times that they are judged by."""
+    times, others, _ = comparable_samples(one, other)
+    return statistics.median(times) / statistics.median(others)
 
 
 def _error(record: Record) -> str:

@@ -19,7 +19,7 @@ from tilewright.workbench.figures import one_line
 from tilewright.workbench.records import try_destination
 
 INTERRUPTED = 130
-_WIDTH_IN_A_PIPE = 160
+_WIDTH_IN_A_PIPE = 180
 _DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 
 

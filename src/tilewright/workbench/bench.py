@@ -3,9 +3,11 @@
 The first step (trace, compile, run once) and the steady state are timed separately. A sample is the mean over enough
 consecutive calls to exceed the clock's noise, and ends by waiting for the device. The median is over many samples, and
 all of them are recorded. Inputs are random. The calls of a sample are queued without waiting, as in training, so that
-the launch of one call overlaps the execution of another.
+the launch of one call overlaps the execution of another. On a GPU and a TPU a few more calls are traced for the time that
+the kernels take on the device (device_time.py).
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Decision, Op, noting_decisions
 from tilewright.core.target import default_device
 from tilewright.workbench.check import call, call_with_gradients, cotangents_like
+from tilewright.workbench.device_time import DeviceTime, NoDeviceTime, device_time
 from tilewright.workbench.figures import one_line
 from tilewright.workbench.records import Provenance, Record
 from tilewright.workbench.sampling import samples
@@ -46,6 +49,29 @@ class Measured:
     metrics: Metrics
     results: Mapping[str, Any]
     """The outputs by name, and the gradients as `d <name>`; empty where the function was only compiled."""
+    device: DeviceTime | None = None
+    """None where there is none; the metric `no_device_time` has the reason."""
+
+
+def with_device(measured: Measured, device: DeviceTime) -> Measured:
+    """The measurements with the time on the device."""
+    metrics: Metrics = {"device_s": statistics.median(device.warm_s)}
+    if device.cold_s:
+        metrics["device_cold_s"] = statistics.median(device.cold_s)
+    if device.no_cold is not None:
+        metrics["no_device_time"] = f"with cold caches: {device.no_cold}"
+    return dataclasses.replace(measured, metrics=measured.metrics | metrics, device=device)
+
+
+def device_fields(device: DeviceTime | None) -> dict[str, Any]:
+    """The fields of a record that a device time fills."""
+    if device is None:
+        return {}
+    return {
+        "device_samples_s": device.warm_s,
+        "device_cold_samples_s": device.cold_s,
+        "kernels_s": device.kernels_s,
+    }
 
 
 @dataclass(frozen=True)
@@ -81,7 +107,7 @@ class Program:
             compiled = jitted.lower(dict(arrays), cotangents).compile(
                 dict(compiler_options) if compiler_options else None
             )
-        metrics: Metrics = {"compile_s": time.perf_counter() - began, **_memory(compiled)}
+        metrics: Metrics = {"compile_s": time.perf_counter() - began, **compiled_memory(compiled)}
         return Program(case, dtype, mode, compiled, cotangents, metrics, tuple(decisions))
 
     def time(self, arrays: Mapping[str, Any], cotangents: tuple[Any, ...], timing: Timing) -> Measured:
@@ -95,7 +121,12 @@ class Program:
         compile_s = self.metrics["compile_s"]
         assert isinstance(compile_s, float)
         metrics = self.metrics | {"first_step_s": compile_s + first_run_s}
-        return Measured(taken, metrics | achieved(self.case, taken, self.dtype, self.mode), results)
+        metrics |= achieved(self.case, taken, self.dtype, self.mode)
+        measured = Measured(taken, metrics, results)
+        try:
+            return with_device(measured, device_time(lambda: self.run(arrays, cotangents), statistics.median(taken)))
+        except NoDeviceTime as error:
+            return dataclasses.replace(measured, metrics=metrics | {"no_device_time": str(error)})
 
 
 @dataclass(frozen=True)
@@ -155,6 +186,7 @@ def time_case(compiled: Compiled, timing: Timing, judge: Judge | None = None) ->
         configs=configs,
         config_sources=sources,
         samples_s=measured.samples_s,
+        **device_fields(measured.device),
         metrics=measured.metrics | (judged(judge, measured.results) if judge is not None and timing.run else {}),
     )
 
@@ -182,7 +214,7 @@ def decided_configs(decision: Decision, directions: tuple[str, ...]) -> tuple[di
     return configs, {name: passes[name].config_source for name in chosen}
 
 
-def _memory(compiled: Any) -> dict[str, int | None]:
+def compiled_memory(compiled: Any) -> dict[str, int | None]:
     """What the compiler allotted: `temp_bytes` is without arguments and results, `peak_bytes` includes them."""
     analysis = compiled.memory_analysis()
     if analysis is None:

@@ -25,9 +25,10 @@ import jax
 from tilewright.core.chip import Chip, Device
 from tilewright.core.version import __version__
 
-SCHEMA = 2
-"""Schema 1 had one config per record, as text. Such records are read with that text among their metrics."""
-Kind = Literal["bench", "check", "estimate"]
+SCHEMA = 3
+"""Schema 1 had one config per record, as text. Such records are read with that text among their metrics. Schema 2 had no
+times on the device."""
+Kind = Literal["bench", "check", "estimate", "tune"]
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy")
 
 
@@ -56,6 +57,14 @@ class Provenance:
         )
 
 
+def relative_spread(samples_s: tuple[float, ...]) -> float:
+    """The interquartile range divided by the median; NaN of a single sample."""
+    if len(samples_s) < 2:
+        return float("nan")
+    low, _, high = statistics.quantiles(samples_s, n=4)
+    return (high - low) / statistics.median(samples_s)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One measurement of one implementation on one case."""
@@ -71,9 +80,16 @@ class Record:
     """The config of each direction that ran ("forward", "backward") as JSON; `tilewright.configs.from_json` reads it back.
     Empty for a direction without block sizes, and for a peer."""
     config_sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each of them is from: "argument" or "heuristic"."""
+    """Where each of them is from: "argument", "tuned", "tuned nearby" or "heuristic"."""
     samples_s: tuple[float, ...] = ()
-    """Seconds per call, one figure per sample, as measured."""
+    """Seconds per call, one figure per sample, as measured: wall time."""
+    device_samples_s: tuple[float, ...] = ()
+    """Seconds per call in which the device works, from the profiler's trace, with warm caches (device_time.py). Empty where
+    there is no such time; the metric `no_device_time` has the reason."""
+    device_cold_samples_s: tuple[float, ...] = ()
+    """The same with cold caches, on a GPU."""
+    kernels_s: Mapping[str, float] = field(default_factory=dict)
+    """The device time of each kernel, in seconds per call, with warm caches."""
     metrics: Mapping[str, float | int | str | bool | None] = field(default_factory=dict)
     schema: int = SCHEMA
 
@@ -84,10 +100,7 @@ class Record:
     @property
     def spread(self) -> float:
         """The interquartile range divided by the median: 0.02 is two per cent."""
-        if len(self.samples_s) < 2:
-            return float("nan")
-        low, _, high = statistics.quantiles(self.samples_s, n=4)
-        return (high - low) / self.median_s
+        return relative_spread(self.samples_s)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), allow_nan=False)
@@ -98,11 +111,29 @@ class Record:
         schema = data.pop("schema", None)
         if schema == 1:
             data["metrics"] = {**data["metrics"], **{name: data.pop(name) for name in ("config", "config_source")}}
-        elif schema != SCHEMA:
+        elif schema not in (2, SCHEMA):
             raise ValueError(f"record schema={schema!r} is not {SCHEMA}; it was written by another version")
         data["provenance"] = Provenance(**data["provenance"])
-        data["samples_s"] = tuple(data["samples_s"])
+        for name in ("samples_s", "device_samples_s", "device_cold_samples_s"):
+            data[name] = tuple(data.get(name, ()))
         return Record(**data)
+
+
+DECODE_SIZED_S = 200e-6
+"""Below this wall time per call, what the host does to launch it is a large part of it, and varies."""
+
+
+def comparable_samples(
+    one: Record, other: Record
+) -> tuple[tuple[float, ...], tuple[float, ...], Literal["device", "wall"]]:
+    """The samples by which two records are compared, and which they are.
+
+    Wall time, except that calls of the size of a decoding step are judged by the time on the device, if both have one.
+    """
+    small = min(one.median_s, other.median_s) < DECODE_SIZED_S
+    if small and one.device_samples_s and other.device_samples_s:
+        return one.device_samples_s, other.device_samples_s, "device"
+    return one.samples_s, other.samples_s, "wall"
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:

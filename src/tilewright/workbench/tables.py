@@ -130,11 +130,16 @@ def _read(path: Path) -> Iterator[Fields]:
                 flat["spread"] = record.spread
             yield flat
             continue
-        flat = {}
-        for name, value in data.items():
-            own, factor = _in_units_of_records(_OTHER_NAMES.get(name) or name)
-            flat[own] = value if factor == 1 else value * factor
-        yield flat
+        yield flat_record(data)
+
+
+def flat_record(data: Fields) -> dict[str, Any]:
+    """A line that is not a record, with the names and units that a record has for its fields."""
+    flat = {}
+    for name, value in data.items():
+        own, factor = _in_units_of_records(_OTHER_NAMES.get(name) or name)
+        flat[own] = value if factor == 1 else value * factor
+    return flat
 
 
 def _in_units_of_records(name: str) -> tuple[str, float]:

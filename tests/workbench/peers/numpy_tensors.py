@@ -69,6 +69,12 @@ def memory(run: Callable[[], Any], held: list[Any]) -> dict[str, int]:
     return {"temp_bytes": 0, "peak_bytes": sum(array.nbytes for array in arrays)}
 
 
+def kernels(run: Callable[[], Any], calls: int) -> list[tuple[str, float, float]]:
+    """Two kernels per call, 2 and 3 ms long with 1 ms between them."""
+    starts = [0.01 * call for call in range(calls)]
+    return [each for start in starts for each in (("bead", start, 0.002), ("wire", start + 0.003, 0.003))]
+
+
 def toolchain() -> dict[str, str]:
     return {"abacus": "1.0"}
 

@@ -194,6 +194,10 @@ def test_a_peer_in_its_own_process(mode) -> None:
     assert 0 < record.metrics["error"] < 2**-7
     assert len(record.samples_s) >= 5
     assert record.metrics["peer_device"] == "an abacus"
+    # Its kernels are told apart by call: 2 ms and 3 ms, without the gap between them.
+    assert record.device_samples_s == pytest.approx((5e-3,) * len(record.device_samples_s))
+    assert record.kernels_s == pytest.approx({"wire": 3e-3, "bead": 2e-3})
+    assert record.metrics["device_s"] == pytest.approx(5e-3)
     assert record.metrics["flops_per_s"] > 0
     assert record.provenance.versions["abacus"] == "1.0"
     assert record.provenance.versions["numpy"] == np.__version__
@@ -285,7 +289,7 @@ def test_an_error_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     want[3, 4] = -np.inf
     got = want * np.float32(1.001)
     got[5, 6] += 0.5
-    whole = agreement._error(got, want)
+    whole = agreement.relative_error(got, want)
     finite = np.isfinite(want)
     assert whole == pytest.approx(
         max(
@@ -294,8 +298,8 @@ def test_an_error_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     )
     monkeypatch.setattr(agreement, "_PART", 10)
-    assert agreement._error(got, want) == pytest.approx(whole, rel=1e-12)
-    assert agreement._error(want, np.zeros_like(want)) == float("inf")
+    assert agreement.relative_error(got, want) == pytest.approx(whole, rel=1e-12)
+    assert agreement.relative_error(want, np.zeros_like(want)) == float("inf")
 
 
 def test_an_answer_of_another_shape_is_not_judged_and_keeps_its_time() -> None:

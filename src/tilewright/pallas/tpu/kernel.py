@@ -28,6 +28,7 @@ from tilewright.core.config import Config
 from tilewright.core.implementation import Launch, Pass
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import current_interpret, tpu_interpret_params
+from tilewright.pallas.names import note
 
 _PIPELINE_BUFFERS = 2  # Pallas fetches the next block while this one is used.
 _WORD_BYTES = 4
@@ -189,7 +190,7 @@ class Kernel:
             ),
             cost_estimate=cost,
             interpret=tpu_interpret_params(current_interpret()),
-            name=self.name,
+            name=note(self.name),
         )(*(arrays[name] for name in (*self.prefetched, *inputs)))
         made: dict[str, jax.Array | None] = dict(zip(outputs, results, strict=True))
         return made | dict.fromkeys(name for name, output in self.outputs.items() if output is None)

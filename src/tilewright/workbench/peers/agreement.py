@@ -91,18 +91,19 @@ class Wanted:
         Raises ValueError where a result has another shape than expected.
         """
         case = self.case if case is None else case
-        wanted, origin = self._wanted(case)
+        wanted, origin = self.expected(case)
         worst, at = -1.0, ""
         for name, got in results.items():
             got = np.asarray(got)
             if got.shape != wanted[name].shape:
                 raise ValueError(f"{name} has shape {list(got.shape)} and should have {list(wanted[name].shape)}")
-            error = _error(got, wanted[name])
+            error = relative_error(got, wanted[name])
             if not error <= worst:
                 worst, at = error, name
         return Agreement(worst, at, TOLERANCE[self.dtype], origin)
 
-    def _wanted(self, case: Case) -> tuple[dict[str, np.ndarray], str]:
+    def expected(self, case: Case) -> tuple[dict[str, np.ndarray], str]:
+        """The expected results by name, and what computed them."""
         for known, answer in self._known:
             if (known.outputs, known.options) == (case.outputs, case.options):
                 return answer
@@ -152,7 +153,7 @@ class Wanted:
         return {name: np.asarray(value) for name, value in compiled(arrays, cotangents).items()}, f"{chosen}, float32"
 
 
-def _error(got: np.ndarray, want: np.ndarray) -> float:
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """The error by the rule of this module; infinite where `got` is not finite and `want` is not the same.
 
     It is computed in parts: a gradient may have hundreds of millions of elements, which in float64 and with all the

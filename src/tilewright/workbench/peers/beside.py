@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from tilewright.core.case import Case
 from tilewright.core.quantized import QuantizedArray
 from tilewright.workbench.bench import Metrics
 from tilewright.workbench.peers.registry import Adapter, Failed, Refused
+from tilewright.workbench.trace import Event
 
 _CHILD = Path(__file__).resolve().parent / "child.py"
 # fla's autotuning of one shape took up to two minutes on an H200.
@@ -33,6 +35,9 @@ class Answer:
     results: Mapping[str, np.ndarray]
     versions: Mapping[str, str]
     device: str
+    kernels: tuple[Event, ...]
+    """What ran on the device in so many calls of it, with warm caches; nothing where its tensor library has no profiler."""
+    traced_calls: int
 
 
 def leave_room() -> None:
@@ -81,28 +86,42 @@ def ask(
             "dtypes": dtypes,
             "quantized": quantized,
         }
-        (folder / "job.json").write_text(json.dumps(job))
-        try:
-            done = subprocess.run(
-                [python or sys.executable, str(_CHILD), name],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=limit_s,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise Failed(f"it had no answer after {limit_s:.0f} s, and was ended") from error
-        written = folder / "answer.json"
-        if not written.exists():
-            raise Failed(f"its process ended with code {done.returncode}: {_short(done.stdout)}")
-        answer = json.loads(written.read_text())
-        if "error" in answer:
-            raise (Refused if answer["refused"] else Failed)(_short(answer["error"]))
+        answer = answered(folder, job, python, limit_s)
         results = {
             each: _from_bits(np.load(folder / f"result {each}.npy"), dtype) for each, dtype in answer["results"].items()
         }
-    return Answer(tuple(answer["samples_s"]), answer["metrics"], results, answer["versions"], answer["device"])
+    return Answer(
+        tuple(answer["samples_s"]),
+        answer["metrics"],
+        results,
+        answer["versions"],
+        answer["device"],
+        tuple(Event(name, start, seconds, seconds) for name, start, seconds in answer["kernels"]),
+        answer["traced_calls"],
+    )
+
+
+def answered(folder: Path, job: Any, python: str | None = None, limit_s: float = _LIMIT_SECONDS) -> dict[str, Any]:
+    """Runs child.py on a job in a folder, and returns its answer. Raises `Refused` or `Failed` with its error."""
+    (folder / "job.json").write_text(json.dumps(job))
+    try:
+        done = subprocess.run(
+            [python or sys.executable, str(_CHILD), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"it had no answer after {limit_s:.0f} s, and was ended") from error
+    written = folder / "answer.json"
+    if not written.exists():
+        raise Failed(f"its process ended with code {done.returncode}: {_short(done.stdout)}")
+    answer = json.loads(written.read_text())
+    if "error" in answer:
+        raise (Refused if answer["refused"] else Failed)(_short(answer["error"]))
+    return answer
 
 
 def _bits(array: jax.Array) -> np.ndarray:

@@ -44,6 +44,8 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
 def run(folder: Path) -> dict[str, Any]:
     """Runs the job of job.json. Writes the results to files in the same folder, and returns everything else."""
     job = json.loads((folder / "job.json").read_text())
+    if "workload" in job:  # A whole model: model_bench.py.
+        return load_module(job["adapter"]).run(job, load_module(SAMPLING).samples, versions)
     adapter, tensors = load_module(job["adapter"]), load_module(job["tensors"])
     tensors.check()
     op, options = job["op"], job["options"]
@@ -65,7 +67,7 @@ def run(folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     outputs, gradients = step()
     tensors.wait(outputs)
-    metrics = {"first_step_s": time.perf_counter() - began}
+    metrics: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
     named = dict(zip(job["outputs"], outputs, strict=True))
     for name, gradient in zip(job["differentiable"] if cotangents is not None else (), gradients, strict=True):
         back = layouts[name][1] if name in layouts else None
@@ -76,9 +78,18 @@ def run(folder: Path) -> dict[str, Any]:
         np.save(folder / f"result {name}.npy", array)
     del outputs, gradients, named
     metrics |= tensors.memory(step, [*arrays.values(), *(cotangents or ())])
-    taken = load_module(SAMPLING).samples(step, tensors.wait, job["seconds"])
+    sampling = load_module(SAMPLING)
+    taken = sampling.samples(step, tensors.wait, job["seconds"])
+    calls = sampling.calls_to_trace(sorted(taken)[len(taken) // 2])
+    kernels: list[tuple[str, float, float]] = []
+    try:
+        kernels = tensors.kernels(step, calls)
+    except Exception as error:  # Its times are kept without those on the device.
+        metrics["no_device_time"] = f"{type(error).__name__}: {error}"
     return {
         "samples_s": taken,
+        "kernels": kernels,
+        "traced_calls": calls,
         "metrics": metrics,
         "results": dtypes,
         "versions": versions(adapter.DISTRIBUTIONS) | tensors.toolchain(),

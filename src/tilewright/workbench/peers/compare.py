@@ -10,7 +10,17 @@ import numpy as np
 
 from tilewright.core.case import Case
 from tilewright.core.target import default_device
-from tilewright.workbench.bench import Metrics, Program, Timing, achieved, bench_record, judged
+from tilewright.workbench.bench import (
+    Measured,
+    Program,
+    Timing,
+    achieved,
+    bench_record,
+    device_fields,
+    judged,
+    with_device,
+)
+from tilewright.workbench.device_time import NoDeviceTime, of_events
 from tilewright.workbench.figures import one_line
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import ask
@@ -23,10 +33,11 @@ def bench_peer(peer: Peer, adapter: Adapter, wanted: Wanted, timing: Timing, pyt
     """Runs, times and judges one adapter of a peer. Raises `Refused` where it does not take this case, and `Failed`."""
     theirs = adapter.settle(wanted.case)
     if peer.tensors is not None:
-        samples_s, metrics, results, found = _beside(adapter, peer.tensors, theirs, wanted, timing, python)
+        measured, found = _beside(adapter, peer.tensors, theirs, wanted, timing, python)
     else:
-        samples_s, metrics, results, found = _inside(adapter, theirs, wanted, timing)
-    metrics |= judged(lambda results: wanted.judge(results, theirs).metrics(), results) | {"peer": True}
+        measured, found = _inside(adapter, theirs, wanted, timing)
+    metrics = dict(measured.metrics) | {"peer": True}
+    metrics |= judged(lambda results: wanted.judge(results, theirs).metrics(), measured.results)
     if lacks := [name for name in wanted.case.outputs if name not in theirs.outputs]:
         metrics["lacks"] = ", ".join(lacks)
     if instead := adapter.instead(wanted.case.op):
@@ -34,10 +45,12 @@ def bench_peer(peer: Peer, adapter: Adapter, wanted: Wanted, timing: Timing, pyt
     here = Provenance.here(default_device())
     where = dataclasses.replace(here, versions={**here.versions, **found})
     names = (wanted.op, wanted.case, adapter.name, wanted.dtype, wanted.mode)
-    return bench_record(*names, provenance=where, samples_s=samples_s, metrics=metrics)
+    fields = device_fields(measured.device)
+    return bench_record(*names, provenance=where, samples_s=measured.samples_s, metrics=metrics, **fields)
 
 
-_Outcome = tuple[tuple[float, ...], Metrics, Mapping[str, Any], Mapping[str, str]]
+_Outcome = tuple[Measured, Mapping[str, str]]
+"""With the versions of the peer's packages."""
 
 
 def _beside(
@@ -46,7 +59,12 @@ def _beside(
     cotangents = wanted.cotangents(theirs)
     answer = ask(adapter, tensors, theirs, wanted.arrays, cotangents, timing.seconds, python)
     metrics = dict(answer.metrics) | achieved(wanted.case, answer.samples_s, wanted.dtype, wanted.mode)
-    return answer.samples_s, metrics | {"peer_device": answer.device}, answer.results, answer.versions
+    measured = Measured(answer.samples_s, metrics | {"peer_device": answer.device}, answer.results)
+    try:
+        measured = with_device(measured, of_events(answer.kernels, answer.traced_calls))
+    except NoDeviceTime as error:
+        measured = dataclasses.replace(measured, metrics={"no_device_time": str(error)} | measured.metrics)
+    return measured, answer.versions
 
 
 def _inside(adapter: Adapter, theirs: Case, wanted: Wanted, timing: Timing) -> _Outcome:
@@ -69,7 +87,7 @@ def _inside(adapter: Adapter, theirs: Case, wanted: Wanted, timing: Timing) -> _
     except Exception as error:  # Whatever a peer raises is its answer.
         raise (Refused if isinstance(error, NotImplementedError) else Failed)(one_line(error)) from error
     results = {name: _restored(name, value, layouts) for name, value in measured.results.items()}
-    return measured.samples_s, measured.metrics, results, versions(adapter.load().DISTRIBUTIONS)
+    return dataclasses.replace(measured, results=results), versions(adapter.load().DISTRIBUTIONS)
 
 
 def _restored(name: str, value: Any, layouts: Mapping[str, tuple[Any, Callable[[Any], Any] | None]]) -> np.ndarray:

@@ -86,6 +86,18 @@ def memory(run: Callable[[], Any], held: list[Any]) -> dict[str, int]:
     return {"temp_bytes": max(made - results, 0), "peak_bytes": made + arguments}
 
 
+def kernels(run: Callable[[], Any], calls: int) -> list[tuple[str, float, float]]:
+    """The kernels and copies of so many calls: name, start and duration in seconds, in the order in which they began."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = [(event.name, event.time_range.start / 1e6, event.time_range.elapsed_us() / 1e6) for event in on_device]
+    return sorted(found, key=lambda each: each[1])
+
+
 def toolchain() -> dict[str, str]:
     """Versions that are not those of an installed package."""
     return {"torch's CUDA": str(torch.version.cuda)}

@@ -1,0 +1,275 @@
+"""Profiles: a trace of the steady state of an op, a script or a training run, and what is in it.
+
+Compilation and warm-up are outside of the trace. The files are those of `jax.profiler`, for XProf and Perfetto.
+"""
+
+import contextlib
+import dataclasses
+import math
+import runpy
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tilewright.core.case import Work
+from tilewright.core.target import default_device
+from tilewright.pallas import names
+from tilewright.workbench.hlo_work import OperationWork, live_work
+from tilewright.workbench.trace import Event, Gap, Platform, Trace, busy_s, gaps, read_trace, recording
+
+WARM_UP_CALLS = 3
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_POLL_S = 0.02
+
+
+class NothingTraced(Exception):
+    """There was no steady state to trace, or no operation in it. The text is the reason and the remedy."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """All executions of one operation in a trace."""
+
+    name: str
+    calls: int
+    seconds: float
+    """In total, without operations nested in it."""
+    ours: bool
+    """Whether it is a kernel of this package."""
+    flops: float | None
+    bytes: float | None
+    """In total, where the trace or the compiled program has them."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a trace of so many steps contains, on the device that worked longest."""
+
+    folder: Path
+    platform: Platform
+    devices: int
+    steps: int | None
+    """None where steps are not known, as in a script."""
+    span_s: float
+    """From the beginning of the first operation to the end of the last one."""
+    busy_s: float
+    operations: tuple[Operation, ...]
+    """The longest first."""
+    gaps: tuple[Gap, ...]
+    work: Work | None
+    """What one step computes and moves at least, where that is known."""
+
+    @property
+    def total_s(self) -> float:
+        """The time of all operations; longer than `busy_s` where they overlap."""
+        return sum(operation.seconds for operation in self.operations)
+
+    @property
+    def our_share(self) -> float:
+        return sum(operation.seconds for operation in self.operations if operation.ours) / (self.total_s or math.nan)
+
+
+def summarise(folder: Path, trace: Trace, *, steps: int | None, work: Work | None = None) -> Profile:
+    """Sums up a trace. Raises `NothingTraced` where it has no operation."""
+    events = trace.busiest
+    if not events:
+        raise NothingTraced(f"the trace in {folder} has no operation: nothing ran on the device while it was recorded")
+    return Profile(
+        folder=folder,
+        platform=trace.platform,
+        devices=len(trace.devices),
+        steps=steps,
+        span_s=max(event.end_s for event in events) - events[0].start_s,
+        busy_s=busy_s(events),
+        operations=_with_known_flops(
+            _operations(events, names.traced(), live_work(default_device().client)), steps, work
+        ),
+        gaps=tuple(gaps(events)),
+        work=work,
+    )
+
+
+def _with_known_flops(operations: tuple[Operation, ...], steps: int | None, work: Work | None) -> tuple[Operation, ...]:
+    """Where one kernel of ours is all that runs of ours, once per step, the products of the step are its own."""
+    ours = [operation for operation in operations if operation.ours]
+    if work is None or len(ours) != 1 or ours[0].calls != steps or ours[0].flops is not None:
+        return operations
+    named = dataclasses.replace(ours[0], flops=work.flops * ours[0].calls)
+    return tuple(named if operation is ours[0] else operation for operation in operations)
+
+
+def _operations(
+    events: Iterable[Event], kernels: Iterable[str], works: Mapping[tuple[str, str], OperationWork]
+) -> tuple[Operation, ...]:
+    def work(event: Event) -> OperationWork:
+        """The trace's own figures, or else those of the compiled program."""
+        if event.flops is not None or event.bytes is not None:
+            return OperationWork(event.flops, event.bytes)
+        return works.get((event.module or "", event.hlo_op or ""), OperationWork(None, None))
+
+    groups: dict[str, list[Event]] = {}
+    for event in events:
+        groups.setdefault(event.name, []).append(event)
+    found = [
+        Operation(
+            name=name,
+            calls=len(group),
+            seconds=sum(event.own_s for event in group),
+            ours=_is_one_of(group[0], kernels),
+            flops=_sum(work(event).flops for event in group),
+            bytes=_sum(work(event).bytes for event in group),
+        )
+        for name, group in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda operation: -operation.seconds))
+
+
+def _is_one_of(event: Event, kernels: Iterable[str]) -> bool:
+    """Whether an operation is one of these kernels: compilers add to a name in front of it and behind it."""
+    return any(kernel in event.name or any(alias.startswith(kernel) for alias in event.aliases) for kernel in kernels)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def trace_calls(run: Callable[[], Any], folder: Path, steps: int, work: Work | None = None) -> Profile:
+    """Traces so many calls of a compiled function, after a few that are not traced."""
+    for _ in range(WARM_UP_CALLS):
+        jax.block_until_ready(run())
+    with recording(folder):
+        out = None
+        for step in range(steps):
+            with jax.profiler.StepTraceAnnotation("step", step_num=step):
+                out = run()
+        jax.block_until_ready(out)
+    return summarise(folder, read_trace(folder), steps=steps, work=work)
+
+
+def trace_steps(made: Iterator[Any], folder: Path, steps: int, work: Work | None = None) -> Profile:
+    """Traces so many steps of a loop that makes one each time that it is advanced, after a few that are not traced.
+
+    Nothing is left running on the device when the trace begins and when it ends.
+    """
+
+    def advance(count: int) -> None:
+        for _ in range(count):
+            next(made)
+        jax.block_until_ready(jax.live_arrays())
+
+    advance(WARM_UP_CALLS)
+    with recording(folder):
+        advance(steps)
+    return summarise(folder, read_trace(folder), steps=steps, work=work)
+
+
+def trace_script(
+    script: Path, words: list[str], folder: Path, *, settle_s: float, seconds: float, told: Callable[[str], None]
+) -> Profile:
+    """Runs a Python script in this process, and traces `seconds` of it after `settle_s` in which it compiled nothing.
+
+    `told` is called with a line when the trace is there. The script runs to its end, or to Ctrl-C; an exception that it
+    raises is raised here.
+    """
+    with _SteadyTrace(folder, settle_s, seconds, told) as steady, _as_main(script, words):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                told(f"the script ended with {ended.code}")
+        except KeyboardInterrupt:
+            if not steady.taken:
+                raise
+    if steady.taken is None:
+        raise NothingTraced(
+            f"{script} ended before {settle_s:g} s had passed in which it compiled nothing and ran something; make it run "
+            f"longer, or pass --settle 0"
+        )
+    return summarise(folder, steady.taken, steps=None)
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, words: list[str]) -> Iterator[None]:
+    """`sys.argv` and `sys.path` as a script has them that Python was started with."""
+    before = sys.argv, sys.path[:]
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+class _SteadyTrace:
+    """Records a trace from a thread of its own while another one runs a program that is not known.
+
+    JAX reports a compilation when it ends, with its duration. So a trace is only a candidate until the program has ended:
+    where a compilation turns out to overlap it, it is deleted, and another one is recorded.
+    """
+
+    def __init__(self, folder: Path, settle_s: float, seconds: float, told: Callable[[str], None]):
+        self.taken: Trace | None = None
+        self._folder, self._settle_s, self._seconds, self._told = folder, settle_s, seconds, told
+        self._compiles: list[tuple[float, float]] = []
+        """When each compilation began and ended."""
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._watch, name="tilewright-profile", daemon=True)
+
+    def __enter__(self) -> "_SteadyTrace":  # noqa: PYI034, as in core/call.py
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        jax.monitoring.unregister_event_duration_listener(self._note)
+        if self._error is not None:
+            raise self._error
+
+    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            now = time.monotonic()
+            self._compiles.append((now - duration_secs, now))
+
+    def _watch(self) -> None:
+        try:
+            while not self._ended.is_set():
+                if self._compiles and time.monotonic() - self._compiles[-1][1] >= self._settle_s:
+                    self._record()
+                self._ended.wait(_POLL_S)
+        except BaseException as error:  # Raised where the script's thread can see it.
+            self._error = error
+
+    def _record(self) -> None:
+        """Records one trace, and waits until it is overlapped by a compilation or the program ends."""
+        folder = self._folder / "trace"
+        shutil.rmtree(folder, ignore_errors=True)
+        began = time.monotonic()
+        with recording(folder):
+            self._ended.wait(self._seconds)
+            until = time.monotonic()
+        trace = read_trace(folder)
+        if not trace.busiest or self._overlapped(began, until):
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        self.taken = trace
+        self._told(f"traced {until - began:.1f} s of the steady state; the script goes on, and Ctrl-C ends it")
+        while not self._ended.wait(_POLL_S):
+            if self._overlapped(began, until):
+                self.taken = None
+                self._told("a compilation overlapped the trace, which is not of the steady state: another one follows")
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+
+    def _overlapped(self, began: float, until: float) -> bool:
+        return any(start < until and end > began for start, end in self._compiles)

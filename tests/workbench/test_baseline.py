@@ -1,0 +1,105 @@
+"""The regression gate: what is beyond the noise, by which times, and what is not compared."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_cli import assert_refused, ran
+from tests.workbench.test_records import record as made
+from tilewright.workbench.baseline import compare, read_baseline
+from tilewright.workbench.records import Record, append_records, read_records
+
+STEADY = (1.00, 1.01, 0.99, 1.00, 1.01)
+
+
+def record(scale: float = 1e-3, samples: tuple[float, ...] = STEADY, **changes: Any) -> Record:
+    return made(samples_s=tuple(scale * each for each in samples), **changes)
+
+
+def elsewhere(record: Record, **changes: Any) -> Record:
+    return dataclasses.replace(record, provenance=dataclasses.replace(record.provenance, **changes))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "verdict"),
+    [
+        (record(1.0e-3), record(1.1e-3), "slower"),
+        (record(1.1e-3), record(1.0e-3), "faster"),
+        (record(1.00e-3), record(1.04e-3), "same"),  # Below the floor.
+        # The same medians as in the first row, and more noise in either of the two.
+        (record(1.0e-3, (0.8, 1.0, 1.2, 1.0, 0.9)), record(1.1e-3), "same"),
+        (record(1.0e-3), record(1.1e-3, (0.8, 1.0, 1.2, 1.0, 0.9)), "same"),
+    ],
+)
+def test_a_change_beyond_the_noise_of_both_runs_has_a_verdict(before: Record, now: Record, verdict: str) -> None:
+    (change,) = compare([now], [before]).changes
+    assert change.verdict == verdict
+    assert change.basis == "wall"
+
+
+def test_small_calls_are_judged_by_device_time() -> None:
+    """Of 20 us on the host, of which the kernel takes 4 us: its growth to 5 us is lost in the noise of the host."""
+    before = record(20e-6, device_samples_s=(4.0e-6, 4.01e-6, 4.02e-6))
+    now = record(20e-6, device_samples_s=(5.0e-6, 5.01e-6, 5.02e-6))
+    (change,) = compare([now], [before]).changes
+    assert (change.basis, change.verdict) == ("device", "slower")
+    assert (change.now_s, change.before_s) == (5.01e-6, 4.01e-6)
+    # Wall time where one of them has no device time, and where a call is large.
+    assert compare([now], [record(20e-6)]).changes[0].basis == "wall"
+    large = [dataclasses.replace(each, samples_s=(1e-3, 1e-3)) for each in (now, before)]
+    assert compare(large[:1], large[1:]).changes[0].basis == "wall"
+
+
+def test_what_cannot_be_compared_is_listed() -> None:
+    here = record()
+    other = elsewhere(record(case="packed"), chip="h200")
+    earlier = elsewhere(record(2e-3), versions={"jax": "0.1.0"})
+    found = compare(
+        [here, record(case="packed"), record(case="new"), made(case="failed", samples_s=())],
+        [record(3e-3), earlier, other, record(case="gone"), record(case="gone", mode="forward+backward"), here],
+    )
+    (change,) = found.changes
+    assert change.before == earlier  # The last one; the record itself is not its own baseline.
+    assert found.other_versions == [f"jax {here.provenance.versions['jax']} (then 0.1.0)"]
+    assert [each.case for each in found.without_baseline] == ["new"]
+    assert [(now.case, then.provenance.chip) for now, then in found.other_chip] == [("packed", "h200")]
+    assert [(each.case, each.mode) for each in found.not_measured] == [("gone", "forward")]
+    assert found.slower == ()
+
+
+def test_the_gate_names_what_is_slower_and_exits_with_1(tmp_path: Path) -> None:
+    words = ("bench", "rms_norm", "--case", "odd", "--implementation", "xla,reference", "--seconds", "0")
+    assert ran(*words, cwd=tmp_path).code == 0
+    xla, reference = read_records(tmp_path / "results" / "bench.jsonl")
+    planted = dataclasses.replace(xla, samples_s=(1e-9,) * 5)
+    append_records(tmp_path / "fast.jsonl", [planted, elsewhere(reference, chip="h200"), record(op="rms_norm")])
+    done = ran(*words, "--baseline", "fast.jsonl", cwd=tmp_path)
+    assert done.code == 1, done
+    assert "slower: xla odd bfloat16: " in done.stdout
+    assert ", was 0.00100 us on " in done.flat
+    assert "baseline: 1 compared, 1 slower, 0 within the noise" in done.stdout
+    assert "not compared, since this is cpu and the baseline is of h200: reference odd bfloat16" in done.flat
+    slow = dataclasses.replace(xla, samples_s=(100.0,) * 5)
+    append_records(tmp_path / "slow.jsonl", [slow])
+    done = ran(*words, "--baseline", "slow.jsonl", cwd=tmp_path)
+    assert done.code == 0, done
+    assert "faster: xla odd bfloat16: " in done.stdout
+    assert "no baseline: reference odd bfloat16" in done.flat
+
+
+def test_a_baseline_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text(record().to_json() + "\n" + json.dumps({"median_ms": 3}) + "\n")
+    append_records(tmp_path / "checks.jsonl", [made(kind="check", samples_s=())])
+    words = ("bench", "rms_norm", "--baseline")
+    assert_refused(
+        ((*words, "none.jsonl"), "--baseline none.jsonl is not a file; pass a file that --records wrote"),
+        ((*words, "text.jsonl"), "--baseline text.jsonl: line 2 is not a record (record schema=None is not 3"),
+        ((*words, "checks.jsonl"), "--baseline checks.jsonl has no measurement"),
+        ((*words, "checks.jsonl", "--compile-only"), "--baseline compares times and --compile-only takes none"),
+        cwd=tmp_path,
+    )
+    append_records(tmp_path / "one.jsonl", [record(), made(kind="check", samples_s=())])
+    assert read_baseline(tmp_path / "one.jsonl")[0].kind == "bench"

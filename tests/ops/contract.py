@@ -160,6 +160,10 @@ class OpContract(Composition):
     def _batch(cls, arrays: Arrays) -> int:
         return next(array.shape[0] for name, array in arrays.items() if name not in cls.shared)
 
+    def _wrapped_elsewhere(self, implementation: str) -> bool:
+        """Whether another implementation, or an op that shares its code, goes through the wrapper in the same way."""
+        return self.shares_code_with is not None or (implementation == "reference" and self.op().plain != "reference")
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Every implementation, case and dtype that a test asks for, each in its tier.
 
@@ -183,6 +187,8 @@ class OpContract(Composition):
             if not included or (name in NOT_INTERPRETED and _by_callbacks(implementation)):
                 continue
             if interpreted and self.shares_code_with is not None and name in INTERPRETED_ONCE:
+                continue
+            if name in WRAPPER and self._wrapped_elsewhere(implementation):
                 continue
             taken = self.dtypes(implementation)
             for number, case in enumerate(self.small_cases() if "case" in asked else [self.first_case()]):
@@ -586,6 +592,20 @@ def _floating(x: Any) -> bool:
 NOT_INTERPRETED = ("test_remat", "test_shard_map")
 
 
+# Tests of the wrapper (core/differentiable.py) rather than of what it wraps.
+WRAPPER = (
+    "test_a_policy_keeps_what_the_backward_reads",
+    "test_a_serialised_program_runs_again",
+    "test_donated_arrays",
+    "test_export_with_a_symbolic_batch",
+    "test_nested_vmap_of_every_array",
+    "test_nested_vmap_of_shared_arrays",
+    "test_remat",
+    "test_scan_over_layers",
+    "test_values_with_optimisations",
+    "test_vmap",
+    "test_without_jit",
+)
 # Tests of the wrapper rather than of a kernel, slow in an interpreter: of kernels that several ops share, one op runs them.
 INTERPRETED_ONCE = ("test_shard_map", "test_nested_vmap_of_shared_arrays", "test_vmap", "test_remat")
 

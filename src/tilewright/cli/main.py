@@ -6,18 +6,24 @@ import typer
 from rich.markup import escape
 
 from tilewright.cli.bench import bench
+from tilewright.cli.bench_model import Verbs, bench_model
 from tilewright.cli.check import check
 from tilewright.cli.compile import compile_verb
 from tilewright.cli.generate import generate
 from tilewright.cli.ops import ops
+from tilewright.cli.profile import profile
 from tilewright.cli.remote import app as remote
+from tilewright.cli.report import report
 from tilewright.cli.run import run
 from tilewright.cli.scaffold import scaffold
 from tilewright.cli.screen import as_mistake, console
 from tilewright.cli.tables import tables
 from tilewright.cli.train import train
+from tilewright.cli.tune import tune
+from tilewright.cli.tuned import tuned
 
 app = typer.Typer(
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,7 +37,16 @@ app = typer.Typer(
 **Time** implementations side by side: `tilewright bench linear_cross_entropy --grad --plot out.png`, and other
 libraries' kernels on the same inputs: `tilewright bench kda --against fla`
 
+**Profile** an op, a script or a training run in its steady state: `tilewright profile linear_cross_entropy --grad`
+
+**Time** a whole model, training and generating: `tilewright bench model qwen3-1.7b`
+
 **Compile** an op's TPU kernels for every TPU, with none attached: `tilewright compile linear_cross_entropy --grad`
+
+**Tune** an op's block sizes, with every result checked: `tilewright tune matmul --budget 10m`, and show what is tuned:
+`tilewright tuned`
+
+**Report** what was measured, estimated and tuned, as one page: `tilewright report results -o results/report`
 
 **Start** a new op from a working one whose tests pass: `tilewright new my_op`
 
@@ -52,7 +67,12 @@ bench times only what the device can run.
 app.command("ops")(ops)
 app.command("check")(check)
 app.command("bench")(bench)
+app.command("bench model")(bench_model)
 app.command("compile")(compile_verb)
+app.command("tune")(tune)
+app.command("tuned")(tuned)
+app.command("profile")(profile)
+app.command("report")(report)
 app.command("new")(scaffold)
 app.command("tables")(tables)
 app.command("generate")(generate)

@@ -125,13 +125,14 @@ def ship(
     with_records: bool,
 ) -> tuple[int, list[Record]]:
     """Runs `tilewright VERB WORDS` there. Returns its exit code and its records."""
-    made = Path("results") / f"{verb}-{secrets.token_hex(4)}.jsonl"
+    name = verb.replace(" ", "-")
+    made = Path("results") / f"{name}-{secrets.token_hex(4)}.jsonl"
     if with_records:
         words = [*words, "--records", str(made), "--quiet"]
     with arguments(mistakes=(ValueError, RunnerError)):
-        command = _command(on, accelerator, [verb, *words])
+        command = _command(on, accelerator, [*verb.split(), *words])
         fetch = [str(made)] if with_records else []
-        job, runner = prepare(on, command, accelerator, env, fetch, verb, Path("."), rents=True, yes=yes)
+        job, runner = prepare(on, command, accelerator, env, fetch, name, Path("."), rents=True, yes=yes)
         submit(runner, job)
     # The job's output goes to stderr where `show` prints a table, so that stdout has what it would have had here.
     code = watch(runner, job, stderr=with_records).code
@@ -144,6 +145,7 @@ def _command(on: str, accelerator: str | None, words: list[str]) -> tuple[str, .
         return (sys.executable, "-m", "tilewright.cli.main", *words)
     kind = Accelerator.parse(accelerator).extra if accelerator else None
     extra = f"--extra {kind} " if kind else _EXTRA_THERE
+    extra = f"--extra models {extra}" if words[:2] == ["bench", "model"] else extra
     return ("bash", "-c", f"{HAVE_UV}; exec uv run --extra bench {extra}tilewright {shlex.join(words)}")
 
 

@@ -93,7 +93,7 @@ class Call:
     @property
     def bucket_key(self) -> str:
         """The bucket as text, such as "dtype=bfloat16 B=1 T=8192 H=96": the key of a tuned table."""
-        return " ".join(f"{name}={value}" for name, value in self.bucket().items() if value not in (None, False))
+        return bucket_text(self.bucket())
 
     @classmethod
     def letters(cls, name: str, ndim: int) -> tuple[str, ...]:
@@ -259,6 +259,11 @@ class Static:
     """A hashable value as a leafless pytree: for what a forward pass saves that is not an array."""
 
     value: Any
+
+
+def bucket_text(bucket: Mapping[str, Any]) -> str:
+    """A bucket as text. What is None or False is left out."""
+    return " ".join(f"{name}={value}" for name, value in bucket.items() if value is not None and value is not False)
 
 
 def power_of_two(size: int) -> int:

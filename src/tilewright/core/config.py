@@ -6,12 +6,26 @@ when it is built, prints as an expression that can be pasted back, and goes to J
 """
 
 import dataclasses
-from typing import Any, dataclass_transform
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, dataclass_transform
+
+
+def search_over(**choices: tuple[Any, ...]) -> Mapping[str, tuple[Any, ...]]:
+    """The `choices` of a config: for each field, the values that `tilewright tune` tries."""
+    return MappingProxyType(choices)
 
 
 @dataclass_transform(frozen_default=True)
 class Config:
     """Base of the configs. Subclasses are frozen dataclasses; they validate in `__post_init__`."""
+
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """The values of each field that `tilewright tune` tries, in order of size. A field that is not here keeps the value
+    that the search starts from. Combinations that the config or the kernel refuses are left out."""
+    memory_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that take more memory the larger they are. Where a config runs out of memory, crashes or hangs, those
+    that are as large or larger in these fields, and equal in all others, are not tried."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

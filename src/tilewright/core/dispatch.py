@@ -11,14 +11,14 @@ import functools
 import importlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
 import jax
 
-from tilewright.core import differentiable
+from tilewright.core import differentiable, tuned
 from tilewright.core.boundary import Unsupported as Unsupported
 from tilewright.core.boundary import refused_on, reverse_mode_only
 from tilewright.core.call import Call, CallShapes
@@ -47,9 +47,12 @@ class PassDecision:
 
     launch: Launch | None
     config_source: str = "none"
-    """Where the config is from: "argument", "heuristic", or "none" for a pass that takes none."""
+    """Where the config is from: "argument", "tuned" for the call's shape bucket, "tuned nearby", "heuristic", or "none" for
+    a pass that takes none."""
     refusal: str | None = None
     note: str = ""
+    entry: str = ""
+    """Which entry of a tuned table it is."""
 
     @property
     def config(self) -> Any:
@@ -58,7 +61,8 @@ class PassDecision:
     def __str__(self) -> str:
         if self.refusal is not None:
             return f"cannot run: {self.refusal}"
-        config = "" if self.config is None else f"{self.config} ({self.config_source})"
+        source = f"{self.config_source}: {self.entry}" if self.entry else self.config_source
+        config = "" if self.config is None else f"{self.config} ({source})"
         return "; ".join(part for part in (config, self.note) if part) or "no block sizes to choose"
 
 
@@ -77,6 +81,8 @@ class Decision:
     rejected: Mapping[str, str] = field(default_factory=dict)
     request: Any = field(default=None, repr=False, compare=False)
     """The request that this decision is for."""
+    call: Any = field(default=None, repr=False, compare=False)
+    """The shapes and options of the call, as implementations see it."""
 
     @property
     def configs(self) -> dict[str, Config]:
@@ -217,16 +223,17 @@ class Op:
             if reason is None:
                 found, reason = self._for_architecture(name, launch_chip)
             if reason is None and found is not None:
-                forward = _decide_pass(found.forward, call, launch_chip, configs, interpret)
+                decide = functools.partial(_decide_pass, self.name, name, call, launch_chip, configs, interpret)
+                forward = decide("forward", found.forward)
                 backward = (
                     PassDecision(None, note="JAX differentiates the forward pass")
                     if found.backward is None
-                    else _decide_pass(found.backward, call, launch_chip, configs, interpret)
+                    else decide("backward", found.backward)
                 )
                 reason = forward.refusal or (backward.refusal if differentiated else None)
                 if reason is None:
                     return Decision(
-                        self.name, name, launch_chip, interpret, forward, backward, named, rejected, request
+                        self.name, name, launch_chip, interpret, forward, backward, named, rejected, request, call
                     )
             rejected[name] = reason or ""
         if implementation is None:
@@ -287,16 +294,28 @@ def _architecture_name(architecture: tuple[int, int] | None) -> str:
 
 
 def _decide_pass(
-    one: Pass, call: Call, chip: Chip, configs: tuple[Config, ...], interpret: Interpret | None
+    op: str,
+    implementation: str,
+    call: Call,
+    chip: Chip,
+    configs: tuple[Config, ...],
+    interpret: Interpret | None,
+    direction: tuned.Direction,
+    one: Pass,
 ) -> PassDecision:
-    config, source = one.config_for(chip, call, configs)
+    known: Iterable[tuned.Found] = ()
+    if one.config is not None:
+        known = tuned.candidates(op, implementation, direction, chip, call.bucket(), one.config)
+    config, source, entry = one.config_for(chip, call, configs, known)
     launch = Launch(chip, config, interpret)
     note = one.note(call) if callable(one.note) else one.note
-    return PassDecision(launch, source, one.refusal(call, launch), note)
+    return PassDecision(launch, source, one.refusal(call, launch), note, entry)
 
 
 @functools.lru_cache(maxsize=4096)
-def _decided(request: "_Request", shapes: CallShapes, implementation: str | None, differentiated: bool) -> Decision:
+def _decided(
+    request: "_Request", shapes: CallShapes, implementation: str | None, differentiated: bool, tables: tuple[int, str]
+) -> Decision:
     return request.op._decide(request, shapes.call, implementation, differentiated=differentiated)
 
 
@@ -323,7 +342,7 @@ class _Request:
 
     def decide(self, call: Call, *, differentiated: bool, chosen: str | None = None) -> tuple[Decision, Implementation]:
         """`chosen` is what ran the forward pass of a call, where the backward pass of it is decided."""
-        decision = _decided(self, CallShapes(call), chosen or self.implementation, differentiated)
+        decision = _decided(self, CallShapes(call), chosen or self.implementation, differentiated, tuned.state())
         found, _ = self.op._for_architecture(decision.implementation, decision.chip)
         assert found is not None
         return dataclasses.replace(decision, request=self), found

@@ -8,12 +8,13 @@ or a tuple of them, one per GPU architecture; or a mapping from the op's name, w
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from tilewright.core import tuned
 from tilewright.core.chip import MIB, Chip
 from tilewright.core.config import Config
 from tilewright.core.target import Interpret, interpreting_as, target
@@ -65,6 +66,8 @@ class Pass:
     saved: Any = None
     """Forward: the axes of the arrays in `saved`, as a pytree of its structure: "B H T", and "." for an axis that a call
     cannot be cut along."""
+    follows_forward: bool = False
+    """Backward: whether blocks of it are the forward's, so that a config of the forward is timed with both passes."""
     note: str | Callable[[Any], str] = ""
     """What `explain` should say about this pass beside its config, such as whose gradient it is; a function where that
     depends on the call."""
@@ -87,15 +90,24 @@ class Pass:
                 )
         return None
 
-    def config_for(self, chip: Chip, call: Any, given: tuple[Config, ...]) -> tuple[Config | None, str]:
-        """The config of this pass and where it is from: "argument", "heuristic", or "none" where it takes none."""
+    def config_for(
+        self, chip: Chip, call: Any, given: tuple[Config, ...], known: Iterable[tuned.Found] = ()
+    ) -> tuple[Config | None, str, str]:
+        """The config of this pass, where it is from, and for one from a table which entry that is.
+
+        It is from the "argument", "tuned" for the call's bucket, "tuned nearby", from the "heuristic", or "none" where the
+        pass takes none. `known` is what the tables have, the best match first: the first that can run the call is taken.
+        """
         if self.config is None:
-            return None, "none"
+            return None, "none", ""
         for config in given:
             if type(config) is self.config:
-                return config, "argument"
+                return config, "argument", ""
+        for found in known:
+            if self.refusal(call, Launch(chip, found.config, None)) is None:
+                return found.config, "tuned" if found.exact else "tuned nearby", str(found)
         assert self.heuristic is not None
-        return self.heuristic(chip, call), "heuristic"
+        return self.heuristic(chip, call), "heuristic", ""
 
 
 def gradient_of(implementation: str, forward: Pass) -> Pass:

@@ -24,6 +24,7 @@ from tilewright.core.boundary import identity
 
 FACTOR = 2.0
 FLOOR = 8 * float(np.finfo(np.float32).eps)
+_PART = 2**22
 
 
 def accumulator(dtype: Any) -> np.dtype:
@@ -71,29 +72,55 @@ class Discrepancy:
 
 
 def discrepancy(got: Any, want: Any) -> Discrepancy:
-    """Compares elementwise in float64. The shapes must be equal."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    """Compares elementwise in float64. The shapes must be equal.
+
+    It goes through the elements in parts: a gradient may have hundreds of millions, which in float64 and with all
+    intermediates would take tens of GB.
+    """
+    got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
         raise ValueError(f"got has shape {got.shape} and want has {want.shape}; they must be equal")
     if got.size == 0:
         return Discrepancy(0.0, 0.0, 0.0, 0.0, (), 0.0, 0.0, 0)
-    alike = (got == want) | (np.isnan(got) & np.isnan(want))
-    comparable = np.isfinite(got) & np.isfinite(want)
-    broken = ~comparable & ~alike
-    error = np.where(comparable, np.abs(np.where(comparable, got, 0.0) - np.where(comparable, want, 0.0)), 0.0)
-    finite_want = np.where(comparable, want, 0.0)
-    position = int(np.argmax(broken)) if broken.any() else int(np.argmax(error))
-    worst = tuple(int(i) for i in np.unravel_index(position, got.shape))
-    norm = float(np.linalg.norm(finite_want))
+    flat_got, flat_want = got.reshape(-1), want.reshape(-1)
+    max_abs, total, squares, want_squares, scale, not_finite, position, first_broken = (
+        -1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0,
+        0,
+        -1,
+    )
+    for start in range(0, got.size, _PART):
+        one, other = (np.asarray(flat[start : start + _PART], np.float64) for flat in (flat_got, flat_want))
+        comparable = np.isfinite(one) & np.isfinite(other)
+        broken = ~comparable & ~((one == other) | (np.isnan(one) & np.isnan(other)))
+        finite_want = np.where(comparable, other, 0.0)
+        error = np.abs(np.where(comparable, one, 0.0) - finite_want)
+        at = int(np.argmax(error))
+        if error[at] > max_abs:
+            max_abs, position = float(error[at]), start + at
+        if first_broken < 0 and broken.any():
+            first_broken = start + int(np.argmax(broken))
+        total, squares = total + float(error.sum()), squares + float(error @ error)
+        want_squares, scale = (
+            want_squares + float(finite_want @ finite_want),
+            max(scale, float(np.abs(finite_want).max())),
+        )
+        not_finite += int(broken.sum())
+    position = first_broken if first_broken >= 0 else position
+    error_norm, want_norm = squares**0.5, want_squares**0.5
     return Discrepancy(
-        max_abs=float(error.max()),
-        mean_abs=float(error.mean()),
-        relative=float(np.linalg.norm(error)) / norm if norm else float(np.linalg.norm(error)),
-        scale=float(np.abs(finite_want).max()),
-        worst=worst,
-        got_at_worst=float(got[worst]),
-        want_at_worst=float(want[worst]),
-        not_finite=int(broken.sum()),
+        max_abs=max_abs,
+        mean_abs=total / got.size,
+        relative=error_norm / want_norm if want_norm else error_norm,
+        scale=scale,
+        worst=tuple(int(i) for i in np.unravel_index(position, got.shape)),
+        got_at_worst=float(flat_got[position]),
+        want_at_worst=float(flat_want[position]),
+        not_finite=not_finite,
     )
 
 
@@ -128,7 +155,11 @@ class Verdict:
 
 def judge(got: Any, plain: Any, oracle: Any) -> Verdict:
     """Compares `got` with the oracle by the 2x rule, with `plain` as the baseline of the same dtype."""
-    baseline = discrepancy(plain, oracle)
+    return judge_beside(got, discrepancy(plain, oracle), oracle)
+
+
+def judge_beside(got: Any, baseline: Discrepancy, oracle: Any) -> Verdict:
+    """`judge`, where the error of the plain version is known."""
     return Verdict(
         error=discrepancy(got, oracle),
         baseline=baseline,

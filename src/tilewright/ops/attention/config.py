@@ -8,7 +8,7 @@ the other way round in the backward kernel. Two consumer warpgroups compute, a p
 """
 
 from tilewright.core.chip import LANES
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 from tilewright.masks.block_list import MOST_TILES
 
 # A consumer warpgroup computes 64 rows (the rows of a wgmma product).
@@ -20,6 +20,9 @@ SM90_FEWEST_BUFFERS = 2
 
 
 class _XlaTiles(Config):
+    choices = search_over(block_q=(64, 128, 256, 512, 1024), block_k=(64, 128, 256, 512, 1024))
+    memory_fields = ("block_q", "block_k")
+
     block_q: int
     block_k: int
 
@@ -36,6 +39,14 @@ class AttentionXlaBackward(_XlaTiles):
 
 
 class _TpuTiles(Config):
+    choices = search_over(
+        block_q=(128, 256, 512, 1024, 2048),
+        block_k=(128, 256, 512, 1024, 2048),
+        tile_q=(128, 256, 512),
+        tile_k=(128, 256, 512, 1024),
+    )
+    memory_fields = ("block_q", "block_k", "tile_q", "tile_k")
+
     block_q: int
     block_k: int
     tile_q: int
@@ -68,6 +79,9 @@ class AttentionTpuForward(_TpuTiles):
 class AttentionTpuBackward(_TpuTiles):
     """Blocks and tiles of the backward kernel."""
 
+    choices = search_over(**_TpuTiles.choices, chunk_k=(1024, 2048, 4096, 8192))
+    memory_fields = (*_TpuTiles.memory_fields, "chunk_k")
+
     chunk_k: int
     """The keys whose gradients are accumulated in VMEM at a time. dq is summed over the chunks."""
 
@@ -91,6 +105,9 @@ def _check_sm90(config: "AttentionSm90Forward | AttentionSm90Backward") -> None:
 class AttentionSm90Forward(Config):
     """The forward kernel for Hopper. A block is 128 queries, 64 per consumer warpgroup."""
 
+    choices = search_over(block_k=(64, 128, 192, 256), stages=(2, 3, 4), consumer_registers=(224, 232, 240))
+    memory_fields = ("block_k", "stages")
+
     block_k: int
     stages: int
     """Blocks of keys and values in shared memory at a time."""
@@ -113,6 +130,9 @@ class AttentionSm90Backward(Config):
     Their blocks follow from the hardware: 128 keys, and as many queries as make a tile of dq two products of 64 x 64;
     64 keys and 64 queries for wider heads, whose kernel takes 2 stages and 2 buffers only.
     """
+
+    choices = search_over(stages=(2, 3), buffers=(2, 3, 4), consumer_registers=(224, 232, 240))
+    memory_fields = ("stages", "buffers")
 
     stages: int
     """Blocks of queries in shared memory at a time."""

@@ -1,11 +1,14 @@
 """Block sizes of the delta-rule family."""
 
 from tilewright.core.chip import ROW_TILE
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 
 
 class _Chunks(Config):
     """Tokens per chunk, and chunks per block."""
+
+    choices = search_over(chunk=(16, 32, 64, 128), block_chunks=(2, 4, 8, 16, 32, 64))
+    memory_fields = ("chunk", "block_chunks")
 
     chunk: int = 64
     block_chunks: int = 16
@@ -34,6 +37,14 @@ class DeltaRuleTpuForward(_Chunks):
     bundles each, and make the code longer: on the schedule for a v6e, 8 heads take twice as long to compile as 4.
     """
 
+    choices = search_over(
+        chunk=(32, 64, 128),
+        block_chunks=(2, 4, 8, 16),
+        heads=(1, 2, 4, 8),
+        side_by_side=(1, 2, 4),
+    )
+    memory_fields = ("chunk", "block_chunks", "heads", "side_by_side")
+
     block_chunks: int = 8
     heads: int = 4
     side_by_side: int = 4
@@ -50,6 +61,9 @@ class DeltaRuleTpuBackward(Config):
     Chunks and blocks of tokens are the forward's, which saved one state per block. More heads side by side than 2 would
     quadruple products of which only the diagonal blocks are used.
     """
+
+    choices = search_over(heads=(1, 2, 4, 8), side_by_side=(1, 2))
+    memory_fields = ("heads", "side_by_side")
 
     heads: int = 4
     side_by_side: int = 2
@@ -92,6 +106,15 @@ class DeltaRuleSm90Forward(_Sm90):
     splits=1 where they must not.
     """
 
+    choices = search_over(
+        block_v=(64, 128),
+        splits=(1, 2, 4, 8, 16),
+        stages=(2, 4),
+        state_registers=(None, 192, 216, 232, 240),
+        score_chunks=(1, 2, 3, 4),
+    )
+    memory_fields = ("block_v", "stages", "score_chunks")
+
     block_v: int = SM90_STATES * SM90_TILE
     """Value channels of a thread block of the state kernel, 64 per warpgroup that carries a state. 128 read queries and
     keys once for all of them; 64 make twice as many thread blocks, for when those are fewer than the
@@ -116,6 +139,15 @@ class DeltaRuleSm90Forward(_Sm90):
 
 class DeltaRuleSm90Backward(_Sm90):
     """Block sizes of the backward kernels on Hopper. Any of them goes with any config of the forward."""
+
+    choices = search_over(
+        block_v=(64, 128),
+        stages=(2, 3, 4),
+        state_registers=(None, 184, 200, 216, 232),
+        gradient_stages=(2, 3, 4),
+        gradient_registers=(216, 224, 232, 240),
+    )
+    memory_fields = ("block_v", "stages", "gradient_stages")
 
     block_v: int = SM90_STATES * SM90_TILE
     """Value channels of a thread block of the reverse kernel, as in the forward."""

@@ -354,6 +354,7 @@ IMPLEMENTATION = Implementation(
     backward=Pass(
         _backward,
         reads=("q", "k", "v", "g", "beta", "resets"),
+        follows_forward=True,
         note="the chunks and blocks of the forward pass, which saved one state per block",
     ),
 )

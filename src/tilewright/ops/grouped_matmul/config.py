@@ -1,11 +1,14 @@
 """Block sizes of grouped products."""
 
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 from tilewright.pallas.gpu.tile_config import GemmTiles
-from tilewright.pallas.tpu.tile_config import ProductBlocks
+from tilewright.pallas.tpu.tile_config import ProductBlocks, product_choices
 
 
 class _RowBlocks(Config):
+    choices = search_over(block_m=(16, 32, 64, 128, 256, 512))
+    memory_fields = ("block_m",)
+
     block_m: int
 
     def __post_init__(self) -> None:
@@ -31,6 +34,9 @@ class GroupedMatmulSm90Backward(GemmTiles):
 class GroupedMatmulTpuForward(ProductBlocks):
     """Rows and columns of a block of y, and the channels that a step contracts."""
 
+    choices = product_choices("block_m", "block_n", "block_k", "tile_m")
+    memory_fields = tuple(choices)
+
     block_m: int
     block_n: int
     block_k: int
@@ -40,6 +46,12 @@ class GroupedMatmulTpuForward(ProductBlocks):
 
 class GroupedMatmulTpuBackward(ProductBlocks):
     """The blocks of dx [M, K], which contracts N, and of dw [G, K, N], which contracts the rows of a group."""
+
+    choices = product_choices(
+        *("block_m_dx", "block_k_dx", "block_n_dx", "tile_m_dx"),
+        *("block_m_dw", "block_k_dw", "block_n_dw", "tile_m_dw"),
+    )
+    memory_fields = tuple(choices)
 
     block_m_dx: int
     block_k_dx: int

@@ -8,11 +8,14 @@ block that stays. The two Hopper kernels compute tiles of logits with the same m
 import dataclasses
 
 from tilewright.core.chip import LANES, ROW_TILE
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 from tilewright.pallas.gpu.tile_config import check_tile
 
 
 class _LogitsTile(Config):
+    choices = search_over(block_n=(64, 128, 256, 512, 1024, 2048), block_v=(512, 1024, 2048, 4096, 8192))
+    memory_fields = ("block_n", "block_v")
+
     block_n: int
     block_v: int
 
@@ -56,12 +59,30 @@ class _TpuBlocks(Config):
 class LinearCrossEntropyTpuForward(_TpuBlocks):
     """Block sizes of the forward kernel."""
 
+    choices = search_over(
+        block_n=(128, 256, 512, 1024, 2048),
+        block_v=(128, 256, 512, 1024, 2048),
+        block_h=(1024, 2048, 4096),
+        tile_n=(128, 256, 512),
+    )
+    memory_fields = ("block_n", "block_v", "tile_n")
+
     block_n: int
     block_v: int
 
 
 class LinearCrossEntropyTpuBackward(_TpuBlocks):
     """Block sizes of the dx and the dw kernel."""
+
+    choices = search_over(
+        block_n_dx=(128, 256, 512, 1024, 2048),
+        block_v_dx=(128, 256, 512, 1024, 2048),
+        block_n_dw=(128, 256, 512, 1024, 2048),
+        block_v_dw=(128, 256, 512, 1024, 2048),
+        block_h=(1024, 2048, 4096),
+        tile_n=(128, 256, 512),
+    )
+    memory_fields = ("block_n_dx", "block_v_dx", "block_n_dw", "block_v_dw", "tile_n")
 
     block_n_dx: int
     block_v_dx: int
@@ -71,6 +92,14 @@ class LinearCrossEntropyTpuBackward(_TpuBlocks):
 
 class _Sm90Tiles(Config):
     """A tile of logits has 128 rows and `block_v` columns, and is summed over H in steps of 64."""
+
+    choices = search_over(
+        block_v=(64, 128, 192, 256),
+        stages=(2, 3, 4, 5, 6),
+        band=(4, 8, 16, 32),
+        cluster=(1, 2),
+    )
+    memory_fields = ("block_v", "stages")
 
     block_v: int
     stages: int
@@ -94,6 +123,9 @@ class LinearCrossEntropySm90Forward(_Sm90Tiles):
 
 class LinearCrossEntropySm90Backward(_Sm90Tiles):
     """The same for the backward kernel, and how many gradients of logits exist at a time."""
+
+    choices = search_over(**_Sm90Tiles.choices, chunk_v=(4096, 8192, 16384, 32768))
+    memory_fields = (*_Sm90Tiles.memory_fields, "chunk_v")
 
     chunk_v: int
     """Columns of the gradients of logits that are stored at a time."""

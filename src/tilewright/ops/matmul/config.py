@@ -1,7 +1,7 @@
 """Block sizes of matrix products."""
 
 from tilewright.pallas.gpu.tile_config import GemmTiles
-from tilewright.pallas.tpu.tile_config import ProductBlocks
+from tilewright.pallas.tpu.tile_config import ProductBlocks, product_choices
 
 
 class MatmulSm90Forward(GemmTiles):
@@ -15,6 +15,9 @@ class MatmulSm90Backward(GemmTiles):
 class MatmulTpuForward(ProductBlocks):
     """Rows and columns of a block of y, and the channels that a step contracts."""
 
+    choices = product_choices("block_m", "block_n", "block_k", "tile_m")
+    memory_fields = tuple(choices)
+
     block_m: int
     block_n: int
     block_k: int
@@ -24,6 +27,12 @@ class MatmulTpuForward(ProductBlocks):
 
 class MatmulTpuBackward(ProductBlocks):
     """The blocks of dx [M, K], which contracts N, and of dw [K, N], which contracts M."""
+
+    choices = product_choices(
+        *("block_m_dx", "block_k_dx", "block_n_dx", "tile_m_dx"),
+        *("block_k_dw", "block_n_dw", "block_m_dw", "tile_k_dw"),
+    )
+    memory_fields = tuple(choices)
 
     block_m_dx: int
     block_k_dx: int

@@ -5,10 +5,13 @@ fewer grid steps. Inside, a loop takes tile_n rows at a time: enough of them to 
 """
 
 from tilewright.core.chip import ROW_TILE
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 
 
 class _RowBlocks(Config):
+    choices = search_over(block_n=(16, 32, 64, 128, 256, 512, 1024), tile_n=(16, 32, 64, 128))
+    memory_fields = ("block_n", "tile_n")
+
     block_n: int
     tile_n: int = ROW_TILE
 

@@ -5,10 +5,18 @@ time. Blocks are taken in order of time, and the few rows that a block needs of 
 """
 
 from tilewright.core.chip import LANES, ROW_TILE
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 
 
 class _Blocks(Config):
+    choices = search_over(
+        block_t=(128, 256, 512, 1024, 2048),
+        block_d=(128, 256, 512, 1024),
+        tile_t=(32, 64, 128),
+        unroll=(2, 4, 8, 16),
+    )
+    memory_fields = ("block_t", "block_d")
+
     block_t: int
     block_d: int
     tile_t: int = 64

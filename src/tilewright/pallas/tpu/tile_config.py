@@ -1,9 +1,16 @@
 """Block sizes of products in Mosaic TPU kernels, for the configs of several families."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from tilewright.core.chip import LANES, ROW_TILE
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
+
+
+def product_choices(*names: str) -> Mapping[str, tuple[int, ...]]:
+    """The block and tile sizes to search, for fields of these names."""
+    tiles, blocks = (128, 256, 512), (128, 256, 512, 1024, 2048)
+    return search_over(**{name: tiles if name.startswith("tile") else blocks for name in names})
 
 
 class ProductBlocks(Config):

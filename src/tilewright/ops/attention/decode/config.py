@@ -1,7 +1,7 @@
 """Block sizes of attention over a cache."""
 
 from tilewright.core.chip import ROW_TILE
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 
 _SM90_BLOCKS = (64, 128)
 SM90_MOST_SPLITS = 128
@@ -9,6 +9,9 @@ SM90_MOST_SPLITS = 128
 
 class DecodeTpuForward(Config):
     """What a grid step fetches, for some of the key heads: keys of a cache in one piece, or pages of a paged one."""
+
+    choices = search_over(block_k=(128, 256, 512, 1024), pages=(1, 2, 4, 8, 16), block_heads=(1, 2, 4, 8))
+    memory_fields = ("block_k", "pages", "block_heads")
 
     block_k: int
     """Keys per step, where the cache is in one piece."""
@@ -25,6 +28,15 @@ class DecodeTpuForward(Config):
 
 class DecodeSm90Forward(Config):
     """How a thread block goes through its share of a sequence, and how many thread blocks share one."""
+
+    choices = search_over(
+        block_k=(64, 128),
+        stages=(2, 3, 4, 5, 6),
+        splits=(1, 2, 4, 8, 16, 32, 64),
+        combine_splits=(16, 32),
+        combine_block_v=(16, 32, 64),
+    )
+    memory_fields = ("block_k", "stages")
 
     block_k: int
     """Keys that are fetched at a time."""

@@ -280,5 +280,6 @@ BACKWARD = Pass(
     memory=lambda call, launch: {"backward": _vmem_bytes(_expected_layout(call, launch))},
     memory_fields="fewer heads",
     reads=("q", "k", "v", "g", "beta", "resets"),
+    follows_forward=True,
     note="chunk and block_chunks of the forward, which saved one state per block",
 )

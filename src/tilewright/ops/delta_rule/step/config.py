@@ -1,6 +1,6 @@
 """Block sizes of the delta rule's steps."""
 
-from tilewright.core.config import Config
+from tilewright.core.config import Config, search_over
 
 _BLOCKS_V = (16, 32, 64, 128)
 
@@ -11,6 +11,8 @@ class DeltaRuleStepSm90Forward(Config):
     A row of 32 float32 is one line of 128 bytes, and 32 heads of 128 channels make a block for nearly every multiprocessor
     of an H200.
     """
+
+    choices = search_over(block_v=_BLOCKS_V)
 
     block_v: int = 32
 

@@ -1,0 +1,165 @@
+"""`tilewright tuned`: shows the tuned configs that dispatch has, how old they are and which are stale; merges tables."""
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from tilewright.cli.screen import Mistake, arguments, console, new_table
+from tilewright.core import tuned as tables_of
+from tilewright.core.call import bucket_text
+from tilewright.core.chip import Chip
+from tilewright.core.dispatch import Op, explain, find_op, registered
+from tilewright.core.target import target
+from tilewright.core.tuned import DamagedTable, Entry
+from tilewright.workbench.check import call
+from tilewright.workbench.figures import seconds
+from tilewright.workbench.records import installed_versions
+from tilewright.workbench.tuning.results import put
+from tilewright.workbench.tuning.source import source_hash
+from tilewright.workbench.tuning.target import targets
+from tilewright.workbench.tuning.worker import config_of
+
+
+def tuned(
+    op: Annotated[str | None, typer.Argument(help="The op's name; defaults to all.")] = None,
+    merge: Annotated[
+        Path | None, typer.Option(help="Take the entries of another machine's table, or of a folder of tables.")
+    ] = None,
+    tables: Annotated[
+        Path | None,
+        typer.Option(help="The folder of tables to show or to merge into; defaults to the package's and the user's."),
+    ] = None,
+    missing: Annotated[
+        str | None,
+        typer.Option(help="List the large cases in bfloat16 that have no entry for this chip, such as h200."),
+    ] = None,
+) -> None:
+    """Show the tuned configs that dispatch takes, how old they are, and which are stale.
+
+    An entry is stale where the kernel's source has changed since; dispatch takes it until it is tuned again. With --merge,
+    entries of another table are taken where they are newer, and a measured entry always replaces an estimated one.
+    """
+    with arguments():
+        ops = {op: find_op(op)} if op is not None else dict(registered())
+        chip = None if missing is None else Chip.named(missing)
+        if merge is not None and missing is not None:
+            raise ValueError("--merge takes entries and --missing lists what has none; leave one of them out")
+    if merge is not None:
+        _merge(merge, tables or tables_of.user_tables(), ops)
+        return
+    if chip is not None:
+        _show_missing(chip, ops)
+        return
+    folders = {"given": tables} if tables is not None else _folders()
+    rows = [(name, found, where, entry) for name, found in ops.items() for where, entry in _entries(name, folders)]
+    if not rows:
+        places = " or ".join(str(folder) for folder in folders.values())
+        what = f"of {op} " if op is not None else ""
+        console().print(f"No tuned config {what}in {places}; `tilewright tune OP` makes them.", soft_wrap=True)
+        return
+    table = new_table(
+        "Tuned configs", ("op", "chip", "pass", "bucket", "config", "from", "state"), ("time", "gain", "age")
+    )
+    for name, found, where, entry in rows:
+        fields = " ".join(f"{key}={value}" for key, value in entry.config.items() if key != "config")
+        mark = "" if entry.kind == "measured" else " (est.)"
+        table.add_row(
+            name,
+            str(entry.provenance.get("chip", "?")),
+            f"{entry.implementation} {entry.direction}",
+            bucket_text(entry.bucket),
+            fields,
+            where,
+            _state(found, entry),
+            f"{seconds(entry.seconds)}{mark}",
+            "-" if entry.gain is None else f"{entry.gain:.2f}x",
+            _age(entry),
+        )
+    console().print(table)
+    measured = sum(entry.kind == "measured" for *_, entry in rows)
+    console().print(f"{measured} measured, {len(rows) - measured} estimated from schedules (est.).")
+
+
+def _folders() -> dict[str, Path]:
+    return {"package": tables_of.PACKAGE_TABLES, "user": tables_of.user_tables()}
+
+
+def _entries(op: str, folders: dict[str, Path]) -> Iterator[tuple[str, Entry]]:
+    for where, folder in folders.items():
+        for path in sorted(folder.glob(f"*/{op}.json")):
+            for entry in tables_of.read_table(folder, path.parent.name, op):
+                yield where, entry
+
+
+def _state(op: Op, entry: Entry) -> str:
+    """Whether an entry is of the kernel as it is now."""
+    if entry.implementation not in op.implementations:
+        return "[bold red]stale[/]: no such implementation"
+    try:
+        config_of(op, entry.implementation, entry.config)
+    except ValueError as error:
+        return f"[bold red]stale[/]: {escape(str(error))}"
+    if entry.provenance.get("source") != source_hash(op, entry.implementation):
+        return "[yellow]stale[/]: the kernel has changed"
+    then, here = (entry.provenance.get("versions") or {}).get("jax"), installed_versions().get("jax")
+    return "current" if then == here else f"current, jax {then}"
+
+
+def _age(entry: Entry) -> str:
+    try:
+        made = datetime.datetime.fromisoformat(str(entry.provenance.get("date")))
+    except ValueError:
+        return "?"
+    days = (datetime.datetime.now(datetime.UTC) - made).days
+    return "today" if days < 1 else f"{days} d"
+
+
+def _show_missing(chip: Chip, ops: dict[str, Op]) -> None:
+    """Lists the passes of the large cases that a chip runs and that have no entry of their own."""
+    table = new_table(f"Without a tuned config of their own on {chip.name}", ("op", "case", "pass", "now takes"))
+    have = 0
+    for op, case in ((each, case) for each in ops.values() for case in each.cases if not case.small):
+        with target(chip):
+            decisions = explain(call(op, case, None), **case.structs("bfloat16")).decisions
+        for each in targets(op, case, "bfloat16", decisions[0].implementation, chip) if decisions else ():
+            known = each.known()
+            if known and known[0].exact:
+                have += 1
+            else:
+                takes = f"tuned {known[0]}" if known else "the heuristic's"
+                table.add_row(op.name, case.name, f"{each.implementation} {each.direction}", takes)
+    console().print(table)
+    console().print(f"{have} have one, {table.row_count} do not.")
+
+
+def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
+    files = sorted(source.glob("*/*.json")) if source.is_dir() else [source]
+    if not files:
+        raise Mistake(f"--merge {source} has no table; a folder of tables has a folder per chip, with a file per op")
+    for path in files:
+        try:
+            name, chip, entries, wrong = tables_of.parse_table(path.read_text())
+        except (OSError, DamagedTable, UnicodeDecodeError) as error:
+            raise Mistake(f"--merge {path} is not a table that can be read: {error}") from error
+        if name not in ops:
+            console().print(f"{path}: [yellow]left out[/], of op {escape(name)}", soft_wrap=True)
+            continue
+        valid: list[Entry] = []
+        for entry in entries:
+            try:
+                config_of(ops[name], entry.implementation, entry.config)
+            except (ValueError, ModuleNotFoundError) as error:
+                wrong.append(f"{' '.join(entry.key)}: {error}")
+            else:
+                valid.append(entry)
+        taken = put(into, chip, name, valid)
+        where = tables_of.table_path(into, chip, name)
+        console().print(
+            f"{name} on {chip}: {len(taken)} taken, {len(valid) - len(taken)} not newer, in {where}", soft_wrap=True
+        )
+        for each in wrong:
+            console().print(f"  [yellow]left out:[/] {escape(each)}", soft_wrap=True)

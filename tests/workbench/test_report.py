@@ -41,10 +41,10 @@ def rows(report: Report, name: str, table: int = 0) -> list[dict[str, str]]:
 
 def test_every_kind_of_file_is_read_and_what_is_none_is_noted(records: Path) -> None:
     found = read_files([records])
-    assert (len(found.entries), len(found.checks), len(found.trials)) == (18, 1, 8)
+    assert (len(found.entries), len(found.checks), len(found.trials)) == (18, 1, 7)
     assert {entry.kind for entry in found.entries} == {"measured", "estimate"}
     assert len(found.unread) == 1  # A line that a killed process left unfinished.
-    assert found.unread[0].startswith(f"{records / 'tune.jsonl'}:9: Unterminated string")
+    assert found.unread[0].startswith(f"{records / 'tune.jsonl'}:8: Unterminated string")
     assert [Path(name).name for name in found.files] == ["bench.jsonl", "compiled.json", "tune.jsonl"]
 
 
@@ -109,7 +109,7 @@ def test_what_is_wrong_failed_or_missing_is_told(report: Report) -> None:
 def test_tuning_counts_no_candidate_that_is_wrong(report: Report) -> None:
     (search,) = (row for row in rows(report, "tuning") if row["what"] == "flash_attention causal_8k")
     assert search["tried"] == "7 5 ok, 1 crash, 1 wrong"
-    assert (search["first"], search["chosen"], search["gain"]) == ("2.00 ms", "1.50 ms", "1.33x")
+    assert (search["heuristic"], search["chosen"], search["gain"]) == ("2.00 ms", "1.50 ms", "1.33x")
     assert search["its config"] == "block_q=384, block_k=128"
     assert [row["verdict"] for row in rows(report, "tuning", 1)] == ["crash", "wrong"]
 
@@ -150,7 +150,7 @@ def test_nothing_in_a_page_is_from_elsewhere_or_taken_for_markup(report: Report)
 def test_the_verb_writes_both_and_refuses_what_it_cannot_read(records: Path, tmp_path: Path) -> None:
     done = ran("report", str(records), "-o", "out", "--title", "Ours & theirs", cwd=tmp_path)
     assert done.code == 0, done
-    assert "27 records of 3 files: out/report.html, report.md" in done.stdout
+    assert "26 records of 3 files: out/report.html, report.md" in done.stdout
     assert "not read: " in done.stdout
     assert "<title>Ours &amp; theirs</title>" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "figures" / "roofline-h200.svg").read_text().startswith("<svg ")

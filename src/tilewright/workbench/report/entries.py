@@ -132,6 +132,8 @@ class Trial:
     verdict: str
     reason: str
     seconds: float | None
+    heuristic_s: float | None
+    """Of the config that was chosen: the time of the heuristic's, beside it."""
 
     @property
     def search(self) -> tuple[str, ...]:
@@ -222,13 +224,11 @@ def _add(found: Found, data: Any, source: str) -> None:
     if "samples_s" in data and "schema" in data:
         record = Record.from_json(json.dumps(data))
         if "outcome" in record.metrics:
-            found.trials.append(_trial_of_record(record))
+            found.trials.append(_trial(record))
         elif record.kind == "check":
             found.checks.append(_check(record))
         else:
             found.entries.append(_entry(record, source))
-    elif "verdict" in data and "config" in data:
-        found.trials.append(_trial(data))
     elif "estimate" in data and "kernels" in data:
         found.entries.append(_compiled(data, source))
     else:
@@ -325,7 +325,7 @@ def _check(record: Record) -> Check:
     )
 
 
-def _trial_of_record(record: Record) -> Trial:
+def _trial(record: Record) -> Trial:
     metrics = record.metrics
     direction = _text(metrics.get("direction"))
     chosen = {direction: record.configs[direction]} if direction in record.configs else record.configs
@@ -343,23 +343,7 @@ def _trial_of_record(record: Record) -> Trial:
         verdict=_text(metrics["outcome"]),
         reason=_text(metrics.get("reason")),
         seconds=statistics.median(record.samples_s) if record.samples_s else estimate,
-    )
-
-
-def _trial(data: Mapping[str, Any]) -> Trial:
-    config = data["config"]
-    return Trial(
-        op=data["op"],
-        case=_text(data.get("case")),
-        dtype=_text(data.get("dtype")),
-        implementation=_text(data.get("implementation")),
-        direction=_text(data.get("direction")),
-        chip=_text(data.get("chip")),
-        kind="estimate" if data.get("kind") == "estimate" else "measured",
-        config=_configs({"": config}).removeprefix(": ") if isinstance(config, dict) else str(config),
-        verdict=_text(data["verdict"]),
-        reason=_text(data.get("reason")),
-        seconds=_number(data.get("seconds")),
+        heuristic_s=_number(metrics.get("heuristic_s")),
     )
 
 

@@ -554,7 +554,9 @@ def _tuning(trials: Sequence[Trial]) -> Section | None:
             verdicts[trial.verdict] = verdicts.get(trial.verdict, 0) + 1
         best = min(counted, key=lambda trial: trial.seconds or math.inf, default=None)
         chosen = next((trial for trial in reversed(those) if trial.verdict == "chosen"), best)
-        begun = counted[0].seconds if counted else None
+        # Both were timed in turns at the end; the first trial was timed when the device may have been in another state.
+        beside = None if chosen is None else chosen.heuristic_s
+        begun = beside or (counted[0].seconds if counted else None)
         gain = begun / chosen.seconds if begun and chosen is not None and chosen.seconds else None
         what = " ".join(filter(None, (first.implementation, first.direction, first.dtype)))
         cells = (
@@ -575,7 +577,7 @@ def _tuning(trials: Sequence[Trial]) -> Section | None:
             )
     if not rows:
         return None
-    columns = ("kind", "what", "search", "chip", "tried", "first", "chosen", "gain", "its config")
+    columns = ("kind", "what", "search", "chip", "tried", "heuristic", "chosen", "gain", "its config")
     table = Table("tuning", columns, tuple(rows), right=columns[4:8])
     wrong = [trial for trial in trials if not trial.counts and trial.verdict != "chosen"]
     failed = Table(

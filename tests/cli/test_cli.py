@@ -224,7 +224,8 @@ def test_compile_reads_its_arguments_before_it_compiles() -> None:
         ((*op, "--dtype", "float16"), "--dtype float16 is not known; use one of float32, bfloat16"),
         ((*op, "--json", "/dev/full"), "--json /dev/full cannot be written: No space left on device"),
         ((*op, "--limit", "nan"), "--limit nan is not a number of seconds"),
-        ((*op, "--chip", "v6"), "--chip v6 is not known; use one of v4, v5e, v5p, v6e, v7x"),
+        ((*op, "--chip", "v6"), "--chip v6 is not known; use one of v4, v5e, v5p, v6e, v7x, h100, h200, b200"),
+        (("compile", "rms_norm", "--chip", "v6e,h200"), "rms_norm has no GPU kernel to compile; its implementations:"),
         ((*op, "--config", "block_n"), "--config block_n is not name=number"),
         (
             (*op, "--config", "block_q=8"),
@@ -249,6 +250,8 @@ def test_a_field_on_the_command_line_changes_the_configs_that_have_it() -> None:
 def test_the_doctor_tells_what_this_machine_has() -> None:
     done = ran("compile", "--doctor")
     assert "libtpu" in done.stdout
+    assert "ptxas" in done.stdout
+    assert "libtpu" not in ran("compile", "--doctor", "--chip", "h200").stdout
     assert done.code in (0, 1)
     assert ("setup_aot.sh" in done.stdout) == (done.code == 1)
 

@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from tests.layers.test_layers import LAYERS, QUICK, every_layer, jitted, tokens, weights
 from tests.ops.composition import collectives
+from tilewright.layers.mla import LatentAttention
+from tilewright.parallel import make_mesh
+from tilewright.parallel.rules import spec_of
 
 # The mesh axis of the batch, and of each projection's d_model and heads.
 PLACEMENTS = {
@@ -158,6 +161,27 @@ def test_packed_chunks(name: str) -> None:
             w, x = placed(name, mesh, *PLACEMENTS["batch and heads"])
             state = None if capacity is None else layer.initial_state(2, capacity=capacity)
             np.testing.assert_allclose(chunks(w, x, ids, state), want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_latent_attention() -> None:
+    """Heads over one axis, and the model's width over the axis of the batch, as the rules of a model place them."""
+    layer = LatentAttention(d_model=32, num_heads=2, latent_dim=16, key_dim=16, shared_key_dim=8, value_dim=16)
+    w, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, 6, 32))
+
+    @jax.jit
+    def run(w: Any, x: jax.Array) -> Any:
+        return jax.grad(lambda w, x: jnp.sum(jnp.sin(layer.apply(w, x)[0])), (0, 1))(w, x)
+
+    mesh = make_mesh(fsdp=2, tensor=2)
+    cut = {
+        name: jax.device_put(getattr(w, name), NamedSharding(mesh, spec_of(parameter.axes, parameter.shape, mesh)))
+        for name, parameter in layer.parameters().items()
+    }
+    with jax.set_mesh(mesh):
+        got = run(dataclasses.replace(w, **cut), jax.device_put(x, NamedSharding(mesh, P("fsdp"))))
+    assert_close(got, run(w, x))
+    assert got[0].q_proj.sharding.spec == P("fsdp", "tensor")
 
 
 @every_layer

@@ -54,6 +54,17 @@ def test_the_published_equations_in_numpy(name: str) -> None:
     np.testing.assert_allclose(y, want, rtol=0, atol=1e-5)
 
 
+def test_a_gate_of_full_rank_is_the_product_of_two_factors() -> None:
+    """Kimi-K3's `use_full_rank_gate`; a checkpoint has g_proj in place of g_a_proj and g_b_proj."""
+    layer, w, x = LAYERS["kda"], weights("kda"), tokens(1, 5)
+    whole = dataclasses.replace(layer, full_rank_gate=True)
+    product = dataclasses.replace(w, gate_proj=w.gate_down @ w.gate_up, gate_down=None, gate_up=None)
+    y, _ = jax.jit(functools.partial(whole.apply, implementation=QUICK))(product, x)
+    close(y, jitted("kda")(w, x)[0])
+    names = set(whole.to_checkpoint(product))
+    assert names ^ set(layer.to_checkpoint(w)) == {"g_proj.weight", "g_a_proj.weight", "g_b_proj.weight"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in LAYERS), ("kda", "bfloat16"), ("softmax", "bfloat16")]

@@ -245,6 +245,7 @@ SHARDINGS: dict[str, dict[str, P]] = {
         "shared_down": P("y"),
     },
     "expert parallel": {"gate_up": P("y"), "down": P("y"), "router": P(None, "y")},
+    "expert parallel, tokens exchanged": {"gate_up": P("x", None, None, "y"), "down": P("x", "y")},
     "FSDP": {"gate_up": P(None, "x"), "down": P(None, None, "x"), "router": P("x"), "shared_down": P(None, "x")},
 }
 

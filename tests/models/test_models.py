@@ -232,6 +232,8 @@ def test_sampling() -> None:
     np.testing.assert_allclose(shares(temperature=1.0, top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(shares(temperature=1.0, top_p=0.6), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(shares(temperature=1.0, top_p=0.4), [1, 0, 0, 0])
+    # The two most probable have 0.625 and 0.375 of what top_k leaves.
+    np.testing.assert_allclose(shares(temperature=1.0, top_k=2, top_p=0.6), [1, 0, 0, 0])
     np.testing.assert_allclose(shares(), [1, 0, 0, 0])
 
 
@@ -247,6 +249,7 @@ def test_a_seed_gives_the_same_tokens() -> None:
 def test_pieces_of_prompts() -> None:
     assert list(pieces(77)) == [64, 8, 4, 1]
     assert list(pieces(1024 + 513)) == [512, 512, 512, 1]
+    assert list(pieces(1024 + 513, 8192)) == [1024, 512, 1]
 
 
 # What is refused.
@@ -312,8 +315,8 @@ def test_bad_ids_and_options() -> None:
     model, _ = held("qwen3")
     assert np.isnan(jax.jit(lambda ids: model(ids))(jnp.array([[-1, 2]]))).all()
     prefix = model.read_prefix([1, 2], capacity=4)
-    with pytest.raises(ValueError, match="prefix has room for 4 tokens and capacity=8"):
-        Batch(model, rows=1, capacity=8).join([], prefix=prefix)
+    with pytest.raises(ValueError, match="prefix has room for 64 tokens and capacity=80"):
+        Batch(model, rows=1, capacity=80).join([], prefix=prefix)
     with pytest.raises(ValueError, match="input_ids has 320, and the vocabulary has 320 tokens, 0 to 319"):
         model(np.full((1, 3), 320))
     with pytest.raises(ValueError, match=r"pass input_ids\[None\] for one sequence"):

@@ -14,6 +14,8 @@ from rich.markup import escape
 
 from tilewright.cli import interrupt
 from tilewright.cli.screen import INTERRUPTED, Mistake, arguments, console, duration, progress_bar, writing
+from tilewright.cli.together import together
+from tilewright.cli.track import check_tracker, import_tracker, tracking_mode
 from tilewright.core.chip import Chip
 from tilewright.core.target import default_device
 from tilewright.workbench.records import Provenance
@@ -25,7 +27,6 @@ Step = Any
 
 _LINES = 20
 _SECONDS_PER_LINE = 60.0
-_TRACKERS = ("wandb", "wandb-offline")
 
 
 def train(
@@ -38,6 +39,11 @@ def train(
         bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or delete the earlier run.")
     ] = True,
     track: Annotated[str | None, typer.Option(help="wandb, or wandb-offline, which sends nothing.")] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of process 0, where several processes train together.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="How many processes there are.")] = 1,
+    process: Annotated[int, typer.Option(min=0, help="Which of them this is, from 0.")] = 0,
 ) -> None:
     """Train a model, or fine-tune one, whole or with LoRA.
 
@@ -45,9 +51,25 @@ def train(
     tilewright.models.load and transformers read. A run that was interrupted or killed goes on from its last checkpoint,
     with the same bits as if it had not been. Ctrl-C writes a checkpoint and ends with 130. A loss that is not a number ends
     the run with 2.
+
+    Several processes, on one host or many, train together with --coordinator, --processes and --process, over the [mesh] of
+    all of their devices and in one shared folder. The first one writes and prints.
     """
+    if coordinator is None and processes > 1:
+        raise Mistake(f"--processes {processes} needs --coordinator, the host and port of process 0")
+    if coordinator is None:
+        _train(config, out, steps, track, resume=resume)
+        return
+    with together(coordinator, processes, process):
+        _train(config, out, steps, track, resume=resume)
+
+
+def _train(config: Path, out: Path | None, steps: int | None, track: str | None, *, resume: bool) -> None:
     folder = out if out is not None else Path("runs") / config.stem
     read, run = _begun(config, folder, steps, track, fresh=not resume)
+    if not run.writes:
+        _follow(run, folder)
+        return
     begun, first = time.perf_counter(), run.step
     records = folder / "records.jsonl"
     with writing("out", folder):
@@ -72,7 +94,8 @@ def train(
     if interrupted:
         interrupt.answered()
         with writing("out", folder), arguments():
-            saved = run.save()
+            # Processes may be interrupted between different steps, and a checkpoint takes all of them.
+            saved = run.save() if run.num_processes == 1 else None
             made = [record["step"] for record in _read_records(records) if "loss" in record]
             if saved is not None and saved.step not in made:
                 _append(records, _record(saved, run.flops_per_token, None))
@@ -90,10 +113,32 @@ def train(
     console().print(f"{run.step - first} steps in {taken}: {where}/final, records.jsonl, loss.png", highlight=False)
 
 
+def _follow(run: Run, folder: Path) -> None:
+    """Makes the steps of a process that writes nothing."""
+    interrupt.listen()
+    try:
+        for _ in run.steps():
+            if interrupt.seen():
+                raise KeyboardInterrupt
+        run.model().save(folder / "final")
+    except KeyboardInterrupt:
+        interrupt.answered()
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if _is_mistake(error):
+            raise Mistake(str(error)) from error
+        raise
+    run.close()
+
+
 def _begun(config: Path, folder: Path, steps: int | None, track: str | None, *, fresh: bool) -> tuple[Config, Run]:
     """The configuration and the run, restored where there is a checkpoint."""
-    if track is not None and track not in _TRACKERS:
-        raise Mistake(f"--track {track} is not known; use {' or '.join(_TRACKERS)}")
+    check_tracker(track)
+    return begin(config, folder, lambda read: read if steps is None else read.with_steps(steps), fresh=fresh)
+
+
+def begin(config: Path, folder: Path, change: Callable[[Config], Config], *, fresh: bool = False) -> tuple[Config, Run]:
+    """Reads a configuration, changes it, and begins or resumes its run in `folder`."""
     try:
         import grain  # noqa: F401
         import orbax.checkpoint  # noqa: F401
@@ -103,8 +148,7 @@ def _begun(config: Path, folder: Path, steps: int | None, track: str | None, *, 
     except ImportError as error:
         raise Mistake(f"training needs {error.name}: pip install 'tilewright[models]'") from error
     with arguments():
-        read = TrainConfig.read(config)
-        read = read if steps is None else read.with_steps(steps)
+        read = change(TrainConfig.read(config))
         with writing("out", folder):
             return read, Training(read, folder, fresh=fresh)
 
@@ -120,7 +164,7 @@ def _show_start(run: Run, folder: Path) -> None:
     trained = "" if run.config.lora is None else f", {run.num_trained:,} of them in LoRA's factors trained"
     console().print(
         f"{architecture.family}, {len(architecture.blocks)} layers, {run.num_parameters:,} parameters{trained}; "
-        f"{run.tokens_per_step:,} tokens per step in {table.dtype}, on {default_device().device_kind}",
+        f"{run.tokens_per_step:,} tokens per step in {table.dtype}, on {default_device().device_kind}{_mesh_named(run)}",
         highlight=False,
     )
     if run.step:
@@ -128,9 +172,18 @@ def _show_start(run: Run, folder: Path) -> None:
         console().print(f"resumed from step {run.step} of {escape(str(folder))}{done}", highlight=False)
 
 
+def _mesh_named(run: Run) -> str:
+    if run.mesh is None:
+        return ""
+    axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items() if size > 1) or "data=1"
+    several = f" of {run.num_processes} processes" if run.num_processes > 1 else ""
+    return f", a mesh of {axes}{several}"
+
+
 def _make_steps(run: Run, records: Path, log: Callable[[dict[str, Any]], None]) -> None:
     total = run.config.train.steps
     peak = Chip.of(default_device()).flops_per_s(run.config.train.dtype)
+    peak = None if peak is None else peak * run.num_devices
     every, shown = max(1, total // _LINES), time.perf_counter()
     since: list[Step] = []  # The last line.
     interrupt.listen()
@@ -247,10 +300,7 @@ def _tracker(track: str | None, config: Config, folder: Path) -> Iterator[Callab
     if track is None:
         yield lambda record: None
         return
-    try:
-        import wandb
-    except ImportError as error:
-        raise Mistake(f"--track {track} needs wandb: pip install 'tilewright[wandb]'") from error
+    wandb = import_tracker(track)
     name = folder / "wandb-id.txt"
     if not name.exists():
         name.write_text(secrets.token_hex(4))
@@ -260,7 +310,7 @@ def _tracker(track: str | None, config: Config, folder: Path) -> Iterator[Callab
         id=name.read_text().strip(),
         resume="allow",
         dir=str(folder),
-        mode="offline" if track == "wandb-offline" else None,
+        mode=tracking_mode(track),
         config=config.identity(),
     )
     try:

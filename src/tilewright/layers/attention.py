@@ -11,7 +11,7 @@ The state is a cache of keys and values, of one of two kinds:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,27 @@ from tilewright.ops.rope.api import Scaling, apply_rope
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class StackedCache:
+    """One layer's fixed cache as a part of the stack of several layers' caches.
+
+    New entries are written into the stack itself, so that a scan over layers that carries the stack copies no cache.
+    """
+
+    stack: Leaf  # [L, B, S, ...]
+    layer: Leaf  # int32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AttentionState:
     """The keys and values of the tokens read so far."""
+
+    caches: ClassVar[tuple[str, ...]] = ("keys", "values")
+    """Those with an axis of tokens. In a fixed cache each may be a `StackedCache`."""
 
     keys: Leaf  # [B, S, KV, C], rotated
     values: Leaf  # [B, S, KV, C]
@@ -212,8 +231,10 @@ class Attention(Layer[AttentionWeights]):
         batch = explicit_axes(x)[0]
         if state is not None:
             first = None if state.first is None else placed(state.first, [batch])
-            keys, values = placed(state.keys, explicit_axes(k)), placed(state.values, explicit_axes(v))
-            state = replace(state, keys=keys, values=values, first=first)
+            state = replace(state, first=first)
+            if not isinstance(state.keys, StackedCache):
+                keys, values = placed(state.keys, explicit_axes(k)), placed(state.values, explicit_axes(v))
+                state = replace(state, keys=keys, values=values)
         segment_ids = None if segment_ids is None else placed(segment_ids, [batch, ()])
         # The segments of a row, numbered 0, 1, 2, ... in order: an id that occurs again later is another segment.
         runs = None if segment_ids is None else jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
@@ -248,12 +269,29 @@ def cache_positions(length: Any, t: int) -> Int[Array, "*rows T"]:
     return length[:, None] + steps[None] if jnp.ndim(length) == 1 else length + steps
 
 
-def written(cache: Float[Array, "B S *C"], new: Float[Array, "B T *C"], length: Any) -> Float[Array, "B S *C"]:
-    """The cache with new entries behind the `length` that it holds, or behind a length per row."""
+def written(cache: Any, new: Float[Array, "B T *C"], length: Any) -> Any:
+    """The cache [B, S, ...] with new entries behind the `length` that it holds, or behind a length per row."""
+    if isinstance(cache, StackedCache):
+        b, t = new.shape[:2]
+        rows = jnp.arange(b, dtype=jnp.int32)[:, None]
+        at = jnp.broadcast_to(cache_positions(length, t), (b, t))
+        new = new.astype(cache.stack.dtype)
+        stack = cache.stack.at[cache.layer, rows, at].set(new, mode="drop", unique_indices=True)
+        return StackedCache(stack, cache.layer)
     new = new.astype(cache.dtype)
     if jnp.ndim(length) == 1:
         return jax.vmap(lambda row, own, at: jax.lax.dynamic_update_slice_in_dim(row, own, at, 0))(cache, new, length)
     return jax.lax.dynamic_update_slice_in_dim(cache, new, length, 1)
+
+
+def held(cache: Any) -> Float[Array, "B S *C"]:
+    """The entries of a cache."""
+    return layer_of(cache.stack, cache.layer) if isinstance(cache, StackedCache) else cache
+
+
+def layer_of(stack: jax.Array, layer: Any) -> jax.Array:
+    """One layer's part of stacked arrays."""
+    return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False, allow_negative_indices=False)
 
 
 def _segment_starts(
@@ -315,7 +353,7 @@ def _attend_fixed(
     values = written(state.values, v, state.length)
     length = state.length + t
     after = AttentionState(keys, values, state.first, length)
-    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
+    keys, values = held(keys).astype(q.dtype), held(values).astype(q.dtype)
     if t == 1 and state.first is None:
         lengths = jnp.broadcast_to(length, (b,))
         o = decode_attention(q, keys, values, lengths)

@@ -16,7 +16,7 @@ from tilewright.ops.norm.api import gated_rms_norm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KimiDeltaAttentionWeights:
-    """H heads of K channels, for keys and values alike; R is the rank of the two gates."""
+    """H heads of K channels, for keys and values alike; R is the rank of the gates."""
 
     q_conv: Leaf  # [W, H K]
     k_conv: Leaf  # [W, H K]
@@ -29,10 +29,11 @@ class KimiDeltaAttentionWeights:
     A_log: Leaf  # [H]
     dt_bias: Leaf  # [H, K]
     beta_proj: Leaf  # [D, H], b_proj
-    gate_down: Leaf  # [D, R], g_a_proj
-    gate_up: Leaf  # [R, H K], g_b_proj
-    norm: Leaf  # [K], o_norm
-    o_proj: Leaf  # [H K, D]
+    gate_down: Leaf = None  # [D, R], g_a_proj
+    gate_up: Leaf = None  # [R, H K], g_b_proj
+    norm: Leaf = None  # [K], o_norm
+    o_proj: Leaf = None  # [H K, D]
+    gate_proj: Leaf = None  # [D, H K], g_proj, in place of gate_down and gate_up where the gate has full rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +44,12 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
     g = -exp(A_log) softplus(x Wf_down Wf_up + dt_bias);  beta = sigmoid(x Wb)
     o = kda(q, k, v, g, beta)
     y = (RMSNorm(o) * sigmoid(x Wg_down Wg_up)) Wo
+
+    With `full_rank_gate`, as in Kimi-K3, one matrix Wg takes the place of Wg_down Wg_up.
     """
 
     weights = KimiDeltaAttentionWeights
-    quantizable = ("q_proj", "k_proj", "v_proj", "o_proj")
+    quantizable = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj")
     packed_fields = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
     op = kda, kda_step
 
@@ -57,6 +60,8 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
     conv_width: int = 4
     gate_rank: int | None = None
     """The rank of the two gates. Defaults to head_dim, as in Kimi Linear."""
+    full_rank_gate: bool = False
+    """Whether the gate of the outputs is one matrix, `g_proj` in the checkpoints."""
     lower_bound: float | None = None
     """Where given, g = lower_bound sigmoid(exp(A_log) (x Wf_down Wf_up + dt_bias)): decays stay above
     exp(lower_bound)."""
@@ -78,6 +83,14 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
             "decay_down": linear("f_a_proj", d, rank),
             "decay_up": linear("f_b_proj", rank, channels, self.num_heads),
             **decay_parameters(self.num_heads, self.head_dim),
+            **self._gate_parameters(rank),
+        }
+
+    def _gate_parameters(self, rank: int) -> dict[str, Parameter]:
+        d, channels = self.d_model, self.heads.keys
+        if self.full_rank_gate:
+            return {"gate_proj": linear("g_proj", d, channels, self.num_heads)}
+        return {
             "gate_down": linear("g_a_proj", d, rank),
             "gate_up": linear("g_b_proj", rank, channels, self.num_heads),
         }
@@ -99,5 +112,9 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         return g, jax.nn.sigmoid(project(x, weights.beta_proj).astype(g.dtype))  # [B, T, H]
 
     def normalised(self, weights: KimiDeltaAttentionWeights, x: jax.Array, o: Float[Array, "B T H K"]) -> jax.Array:
-        gate = split_heads(project(project(x, weights.gate_down), weights.gate_up), self.num_heads)
+        if self.full_rank_gate:
+            gate = project(x, weights.gate_proj)
+        else:
+            gate = project(project(x, weights.gate_down), weights.gate_up)
+        gate = split_heads(gate, self.num_heads)
         return gated_rms_norm(o, gate, placed(weights.norm, [()]), activation="sigmoid", eps=self.eps)

@@ -56,26 +56,29 @@ def norm(name: str, channels: int, value: float = 1.0) -> Parameter:
     return Parameter((channels,), value, f"{name}.weight")
 
 
-def project(x: Float[Array, "*tokens D"], w: Float[Array, "D E"] | QuantizedArray) -> Float[Array, "*tokens E"]:
-    """x @ w in x's dtype. w is cast to it, so that float32 weights train with bfloat16 activations.
+def project(
+    x: Float[Array, "*tokens D"], w: Float[Array, "D E"] | QuantizedArray, dtype: Any = None
+) -> Float[Array, "*tokens E"]:
+    """x @ w in x's dtype, or in `dtype`. w is cast to x's, so that float32 weights train with bfloat16 activations.
 
     On Explicit mesh axes, which ask for it to be said, the result is sharded as x's tokens and w's columns are. Tokens that
     are sharded over a mesh axis gather a w that is sharded over it (FSDP). Where D is sharded over other axes, each device
     multiplies its part of D, and the products are summed. A quantised w goes through `matmul`.
     """
     if isinstance(w, QuantizedArray):
-        return matmul(x, w)
+        return matmul(x, w) if dtype is None else matmul(x, w).astype(dtype)
     # With bfloat16 in and out, the matrix unit accumulates in float32, and the backward's products are bfloat16 too.
     precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     w = w.astype(x.dtype)
     (*tokens, channels), (rows, columns) = explicit_axes(x), explicit_axes(w)
     if not any((*tokens, channels, rows, columns)):
-        return jnp.dot(x, w, precision=precision)
+        return jnp.dot(x, w, precision=precision, preferred_element_type=dtype)
     columns = _without(columns, *tokens)
     inner = _without(channels or rows, *tokens, columns)
     x, w = placed(x, [*tokens, inner]), placed(w, [inner, columns])
     mesh = jax.typeof(w if inner or columns else x).sharding.mesh
-    return jnp.dot(x, w, precision=precision, out_sharding=NamedSharding(mesh, P(*tokens, columns)))
+    sharding = NamedSharding(mesh, P(*tokens, columns))
+    return jnp.dot(x, w, precision=precision, preferred_element_type=dtype, out_sharding=sharding)
 
 
 def _without(axes: tuple[str, ...], *used: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,16 +7,17 @@ with one key head of R + E channels.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.dispatch import ImplementationName
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
-from tilewright.layers.attention import cache_positions, written
-from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, project
+from tilewright.layers.attention import cache_positions, held, written
+from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.norm.api import rms_norm
@@ -27,8 +28,17 @@ from tilewright.ops.norm.api import rms_norm
 class LatentState:
     """The latents of the tokens read so far."""
 
+    caches: ClassVar[tuple[str, ...]] = ("latents",)
+    """Those with an axis of tokens. In a fixed cache each may be a `StackedCache`."""
+
     latents: Leaf  # [B, S, R + E], normalised
     length: Leaf  # int32, or [B], the number of tokens in the cache; None in a grown one, which holds S
+
+    def with_capacity(self, capacity: int) -> "LatentState":
+        """Converts a grown cache to a fixed one with room for `capacity` tokens in total."""
+        length = self.latents.shape[1]
+        room = ((0, 0), (0, capacity - length), (0, 0))
+        return LatentState(jnp.pad(self.latents, room), jnp.asarray(length, jnp.int32))
 
 
 @jax.tree_util.register_dataclass
@@ -103,10 +113,11 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         """
         self.check_tokens(x)
         self.check_weights(weights)
+        self.check_shardings(weights, x)
         (b, t, _), h, r = x.shape, self.num_heads, self.latent_dim
-        q = project(x, weights.q_proj).reshape(b, t, h, self.key_dim + self.shared_key_dim)
+        q = split_heads(project(x, weights.q_proj), h)  # [B, T, H, C + E]
         down = project(x, weights.kv_down)  # [B, T, R + E]
-        latent = rms_norm(down[..., :r], weights.kv_norm, eps=self.eps)
+        latent = rms_norm(down[..., :r], placed(weights.kv_norm, [()]), eps=self.eps)
         latents = jnp.concatenate([latent, down[..., r:]], axis=-1)
         if state is None:
             k, v = self._expanded(weights, latents)
@@ -117,14 +128,16 @@ class LatentAttention(Layer[LatentAttentionWeights]):
                 raise ValueError("LatentAttention takes segment_ids without a state only; pass one sequence per row")
             o, after = self._attend_cache(weights, q, latents, state, implementation)
         assert isinstance(o, jax.Array)
-        return project(o.reshape(b, t, h * self.value_dim), weights.o_proj), after
+        y = project(o.reshape(b, t, h * self.value_dim), weights.o_proj)
+        return placed(y, explicit_axes(x)), after
 
     def _expanded(self, weights: Any, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys [B, S, H, C + E] and values [B, S, H, V] of latents [B, S, R + E]."""
         b, s, _ = latents.shape
         h, r = self.num_heads, self.latent_dim
-        own = project(latents[..., :r], weights.kv_up).reshape(b, s, h, self.key_dim + self.value_dim)
+        own = split_heads(project(latents[..., :r], weights.kv_up), h)  # [B, S, H, C + V]
         shared = jnp.broadcast_to(latents[:, :, None, r:], (b, s, h, self.shared_key_dim))
+        shared = placed(shared, explicit_axes(own))
         return jnp.concatenate([own[..., : self.key_dim], shared], axis=-1), own[..., self.key_dim :]
 
     def _attend_cache(
@@ -135,7 +148,8 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         b, t = q.shape[:2]
         cache, length = written(state.latents, latents, state.length), state.length + t
         after = LatentState(cache, length)
-        cache, capacity = cache.astype(q.dtype), cache.shape[1]
+        cache = held(cache).astype(q.dtype)
+        capacity = cache.shape[1]
         if t == 1:
             o = self._absorbed(weights, q, cache, jnp.broadcast_to(length, (b,)))
         else:

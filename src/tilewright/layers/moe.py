@@ -4,8 +4,14 @@ It is dropless: every token reaches all of its experts. The pairs of token and e
 `grouped_matmul` multiply each with its expert's weights, and each token's results are summed.
 
 On a mesh of Explicit axes each device sorts its own tokens (B and T may be sharded), and has all experts, or the part
-that the weights' shardings say: F sharded (tensor parallelism) or E (expert parallelism), both with one sum of the results
-over the network. Weights that are sharded otherwise (FSDP) are gathered. Under Auto axes the compiler sorts all tokens of
+that the weights' shardings say: F sharded (tensor parallelism) or E (expert parallelism). Over an axis that the tokens are
+not sharded over, the results of the parts are summed. Over one that they are sharded over, E stays sharded too, and the
+tokens are exchanged: every device gets the rows of all devices of that axis, computes the pairs of its own experts, and the
+results are summed where each row came from. That is an all-to-all that sends a row once to each device, padded to the
+worst case that every device needs every row: it drops nothing, and its sizes are known when the program is compiled. With N
+rows per device, k experts per token and n devices, a device sends (n - 1) N D numbers there and as many float32 back; an
+all-to-all without padding would send N k (n - 1) / n rows, which is less where k < n. Weights that are sharded otherwise
+(FSDP) are gathered. Under Auto axes the compiler sorts all tokens of
 the mesh together, which is right and slow: use Explicit axes or `jax.shard_map` there.
 """
 
@@ -67,6 +73,8 @@ class _MeshAxes:
     """The mesh axes that a device's part of the weights is of; none outside of a mesh."""
 
     experts: tuple[str, ...] = ()
+    exchanged: tuple[str, ...] = ()
+    """Those of the experts that the tokens are sharded over, too."""
     hidden: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
 
@@ -245,8 +253,8 @@ class MoE(Layer[MoEWeights]):
         *tokens, _ = explicit_axes(x)
         over = _mesh_axes(weights, tokens)
         cut = {
-            "gate_up": (over.experts, (), (), over.hidden),
-            "down": (over.experts, over.hidden, ()),
+            "gate_up": ((*over.experts, *over.exchanged), (), (), over.hidden),
+            "down": ((*over.experts, *over.exchanged), over.hidden, ()),
             "shared_gate_up": ((), (), over.shared),
             "shared_down": (over.shared, ()),
         }
@@ -289,19 +297,20 @@ class MoE(Layer[MoEWeights]):
             scale=self.scale,
             groups=self.groups,
         )
-        held = weights.gate_up.shape[0]
-        mine = experts - jax.lax.axis_index(over.experts) * held if over.experts else experts
+        held, by = weights.gate_up.shape[0], (*over.experts, *over.exchanged)
+        every_row, every_weight, every_choice = (_exchanged(x, over.exchanged) for x in (rows, chosen, experts))
+        mine = every_choice - jax.lax.axis_index(by) * held if by else every_choice
         sorting = moe_sort(mine, held)
         sizes = sorting.group_sizes
         h = grouped_matmul(  # [N k, F]
-            moe_dispatch(rows, sorting),
+            moe_dispatch(every_row, sorting),
             _cast(weights.gate_up, x.dtype),
             sizes,
             activation="swiglu",
             implementation=implementation,
         )
         out = grouped_matmul(h, _cast(weights.down, x.dtype), sizes, implementation=implementation)  # [N k, D]
-        y = _summed(moe_combine(out, chosen, sorting), (*over.experts, *over.hidden))
+        y = _summed(_returned(moe_combine(out, every_weight, sorting), over.exchanged), (*over.experts, *over.hidden))
         if self.shared_dim:
             y = y + _summed(self._shared(weights, rows), over.shared)
         routing = Routing(*(value.reshape(b, t, value.shape[1]) for value in (logits, chosen, experts)))
@@ -343,17 +352,33 @@ def _summed(y: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(y.astype(accumulator(y.dtype)), axes).astype(y.dtype) if axes else y
 
 
+def _exchanged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The rows of all devices of these mesh axes."""
+    return jax.lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+
+
+def _returned(y: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sums of every device's results for the rows that are this one's: the way back from `_exchanged`."""
+    if not axes:
+        return y
+    wide = y.astype(accumulator(y.dtype))
+    return jax.lax.psum_scatter(wide, axes, scatter_dimension=0, tiled=True).astype(y.dtype)
+
+
 def _mesh_axes(weights: MoEWeights, tokens: list[tuple[str, ...]]) -> _MeshAxes:
-    """The mesh axes that experts and their channels stay sharded over. Those of the tokens, and quantised ones, do not."""
+    """The mesh axes that experts and their channels stay sharded over. Quantised ones do not, nor do channels over an axis
+    of the tokens.
+    """
 
     def free(w: Any, axis: int, *used: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in explicit_axes(w)[axis] if not any(name in each for each in used))
 
-    experts, hidden, shared = (), (), ()
+    experts, exchanged, hidden, shared = (), (), (), ()
     if not isinstance(weights.gate_up, QuantizedArray) and not isinstance(weights.down, QuantizedArray):
         hidden = free(weights.gate_up, 3, *tokens)
         experts = free(weights.gate_up, 0, hidden, *tokens)
+        exchanged = free(weights.gate_up, 0, hidden, experts)
     both = (weights.shared_gate_up, weights.shared_down)
     if not any(w is None or isinstance(w, QuantizedArray) for w in both):
         shared = free(weights.shared_gate_up, 2, *tokens)
-    return _MeshAxes(experts, hidden, shared)
+    return _MeshAxes(experts, exchanged, hidden, shared)

@@ -7,18 +7,23 @@ blocks and one of attention. A run is a pattern of blocks and how often it comes
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from tilewright.layers.layer import Layer, Leaf
+from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.layers.attention import StackedCache, layer_of
+from tilewright.layers.layer import Layer, Leaf, project
 from tilewright.layers.moe import Routing
 from tilewright.ops.norm.api import rms_norm
 
 _LONGEST_PERIOD = 8
+_CACHE_TILE = 64
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +134,21 @@ class ModelWeights:
     head: Leaf = None  # [D, V]; None where it is tied
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _applied(block: Block, weights: BlockWeights, x: jax.Array, state: Any, segment_ids: jax.Array | None) -> Any:
+    """`Block.apply`, traced and lowered once for all blocks of a pattern that are equal."""
+    return block.apply(weights, x, state, segment_ids)
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps everything but gathered weights, which would be whole on every device.
+
+    A gather is a `reshard`; the others return what they are given, and an op saves a weight behind them.
+    """
+    name = primitive.name
+    return name not in ("reshard", "pvary", "without_axes") and not name.startswith("tilewright_")
+
+
 def hidden_states(
     architecture: Architecture,
     weights: ModelWeights,
@@ -136,49 +156,148 @@ def hidden_states(
     states: Any = None,
     segment_ids: jax.Array | None = None,
     *,
+    capacity: int | None = None,
     remat: Any = None,
 ) -> tuple[jax.Array, Any, list[Any]]:
     """The last hidden states [B, T, D], normalised; the states after; and the routings, stacked per block of a pattern.
 
-    `states` continue earlier calls, or are None, and then none are returned. `remat` is a policy of `jax.checkpoint` for
-    each repeat of a pattern, or None to keep everything.
+    `states` continue earlier calls, which return no routings and have no gradients. Without them no states are returned,
+    unless there is a `capacity`: then ids are the first tokens, and the states have room for so many. `remat` is a policy
+    of `jax.checkpoint` for each repeat of a pattern, or None to keep everything. On Explicit mesh axes None does not keep
+    weights that were gathered (FSDP): the backward pass gathers them again.
     """
-    # An id outside of the vocabulary gives NaN, never another token's embedding.
-    outside = jnp.where(ids < 0, architecture.vocab_size, ids)  # JAX would count negative ones from the end.
-    x = jnp.take(weights.embedding, outside, axis=0, mode="fill", fill_value=jnp.nan)  # [B, T, D]
+    # On Explicit mesh axes an update in place would have to say its sharding.
+    in_place = states is not None and not any(any(explicit_axes(x)) for x in jax.tree.leaves((weights, ids, states)))
+    x = embedded(weights.embedding, ids)  # [B, T, D]
     after, routings = [], []
     for number, run in enumerate(architecture.runs):
+        own = weights.runs[number]
+        if in_place:
+            assert states is not None
+            x, state = _run_in_place(run, own, x, states[number], segment_ids)
+            after.append(state)
+            continue
 
         def body(x: jax.Array, layer: Any, run: Run = run) -> Any:
             own, before = layer
             results = []
             for position, block in enumerate(run.pattern):
                 state = None if before is None else before[position]
-                x, state, routing = block.apply(own[position], x, state, segment_ids)
-                results.append((None if before is None else state, routing))
+                x, state, routing = _applied(block, own[position], x, state, segment_ids)
+                if before is None:
+                    state = None if capacity is None else _with_room(state, capacity)
+                results.append((state, routing))
             return x, tuple(zip(*results, strict=True))
 
-        step = body if remat is None else jax.checkpoint(body, policy=remat, prevent_cse=False)
-        before = None if states is None else states[number]
-        x, (state, routing) = jax.lax.scan(step, x, (weights.runs[number], before))
+        sharded = any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves(own))
+        policy = _all_but_gathered if remat is None and sharded else remat
+        step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
+        x, (state, routing) = jax.lax.scan(step, x, (own, None if states is None else states[number]))
         after.append(state)
         routings += [each for each in routing if each is not None]
     x = rms_norm(x, weights.norm, eps=architecture.eps, offset=architecture.norm_offset)
-    return x, None if states is None else tuple(after), routings
+    return x, None if states is None and capacity is None else tuple(after), routings
+
+
+def _run_in_place(
+    run: Run, weights: Any, x: jax.Array, stacks: Any, segment_ids: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    """x after the blocks of a run, and their states, which are updated in place.
+
+    A scan would write every cache anew. Here the loop's own counter picks the layer: XLA then passes a kernel the part of a
+    stack that it reads, and copies it where the index is anything else.
+    """
+
+    def body(carry: Any) -> Any:
+        index, x, stacks = carry
+        stacks = list(stacks)
+        for position, block in enumerate(run.pattern):
+            own = jax.tree.map(lambda leaf: layer_of(leaf, index), weights[position])
+            stack = stacks[position]
+            caches = getattr(stack, "caches", ())
+            leaves = {name: leaf for name, leaf in vars(stack).items() if leaf is not None}
+            before = {
+                name: StackedCache(leaf, index) if name in caches else layer_of(leaf, index)
+                for name, leaf in leaves.items()
+            }
+            x, state, _ = _applied(block, own, x, dataclasses.replace(stack, **before), segment_ids)
+            after = {
+                name: getattr(state, name).stack
+                if name in caches
+                else jax.lax.dynamic_update_index_in_dim(
+                    leaf, getattr(state, name), index, 0, allow_negative_indices=False
+                )
+                for name, leaf in leaves.items()
+            }
+            stacks[position] = dataclasses.replace(stack, **after)
+        return index + 1, x, tuple(stacks)
+
+    _, x, stacks = jax.lax.while_loop(lambda carry: carry[0] < run.count, body, (jnp.int32(0), x, stacks))
+    return x, stacks
+
+
+def room(capacity: int) -> int:
+    """The tokens that a cache for `capacity` has room for. Kernels read keys by the tile, and would copy another cache."""
+    return -(-capacity // _CACHE_TILE) * _CACHE_TILE
+
+
+def _with_room(state: Any, capacity: int) -> Any:
+    """A layer's state after its first tokens, as one with room for `capacity` tokens and a length per row."""
+    if not hasattr(state, "with_capacity"):
+        return state  # A delta rule's, which does not grow.
+    batch, t = getattr(state, state.caches[0]).shape[:2]
+    return dataclasses.replace(state.with_capacity(room(capacity)), length=jnp.full((batch,), t, jnp.int32))
+
+
+def embedded(embedding: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The embeddings of ids. An id outside of the vocabulary gives NaN, never another token's embedding.
+
+    On Explicit mesh axes that V is sharded over, each device looks up the ids of its own rows, and the results are summed.
+    D is gathered.
+    """
+    if not any((*explicit_axes(embedding), *explicit_axes(ids))):
+        outside = jnp.where(ids < 0, embedding.shape[0], ids)  # JAX would count negative ones from the end.
+        return jnp.take(embedding, outside, axis=0, mode="fill", fill_value=jnp.nan)
+    tokens, vocabulary = explicit_axes(ids), embedding.shape[0]
+    over = tuple(axis for axis in explicit_axes(embedding)[0] if not any(axis in each for each in tokens))
+    mesh = jax.typeof(embedding if over else ids).sharding.mesh
+
+    def own(rows: jax.Array, ids: jax.Array) -> jax.Array:
+        first = jax.lax.axis_index(over) * rows.shape[0] if over else 0
+        held = (ids >= first) & (ids < first + rows.shape[0])
+        x = jnp.take(rows, jnp.where(held, ids - first, 0), axis=0, mode="clip")
+        x = jnp.where(held[..., None], x, jnp.zeros_like(x))
+        x = jax.lax.psum(x, over) if over else x
+        return jnp.where(((ids >= 0) & (ids < vocabulary))[..., None], x, jnp.nan)
+
+    looked_up = jax.shard_map(
+        own,
+        mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
+        in_specs=(P(over, None), P(*tokens)),
+        out_specs=P(*tokens, None),
+    )
+    return looked_up(placed(embedding, [over, ()]), ids)
+
+
+def head_of(weights: ModelWeights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The head [D, V] in x's dtype, and x. On Explicit mesh axes D is gathered (FSDP), and V stays sharded."""
+    head = weights.embedding.T if weights.head is None else weights.head
+    *tokens, _ = explicit_axes(x)
+    over = tuple(axis for axis in explicit_axes(head)[1] if not any(axis in each for each in tokens))
+    return placed(head.astype(x.dtype), [(), over]), placed(x, [*tokens, ()])
 
 
 def logits_of(weights: ModelWeights, x: jax.Array) -> jax.Array:
     """Logits [..., V] in float32."""
-    head = weights.embedding.T if weights.head is None else weights.head
-    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    return jnp.dot(x, head.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+    head, x = head_of(weights, x)
+    return project(x, head, jnp.float32)
 
 
 def initial_states(architecture: Architecture, batch: int, capacity: int, dtype: Any) -> Any:
     """The states of every layer before the first token, with a length per row."""
 
     def stacked(block: Block, count: int) -> Any:
-        state = block.mixer.initial_state(batch, capacity=capacity, dtype=dtype)  # type: ignore[attr-defined]
+        state = block.mixer.initial_state(batch, capacity=room(capacity), dtype=dtype)  # type: ignore[attr-defined]
         if getattr(state, "length", None) is not None:
             state = dataclasses.replace(state, length=jnp.zeros((batch,), jnp.int32))
         return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), state)

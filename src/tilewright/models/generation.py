@@ -1,8 +1,9 @@
 """Generation: prompts are read in pieces, then all rows of a batch take a token per step.
 
 Every layer keeps a state: keys and values or latents of the tokens so far, or a delta rule's memory and the last inputs of
-its convolutions. A prompt is read in pieces of at most `PIECE` tokens whose sizes are powers of two, so that prompts of any
-length need a handful of compiled programs and no padding, which a recurrent state could not tell from tokens. Rows have
+its convolutions. A prompt is read in pieces whose sizes are powers of two, so that prompts of any length need a handful of
+compiled programs and no padding, which a recurrent state could not tell from tokens. The first piece has up to
+`FIRST_PIECE` tokens and attends to itself alone; the others have up to `PIECE` and attend to the cache, too. Rows have
 lengths of their own, so a batch may hold prompts of different lengths, and rows may come and go (`Batch`). What a model
 knows after a prefix is a value (`Prefix`) that can be kept, saved, and continued from any number of times.
 """
@@ -20,8 +21,9 @@ from jax.core import Tracer
 
 from tilewright.core.arguments import shown
 from tilewright.models import checkpoint
-from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, initial_states, logits_of
+from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, initial_states, logits_of, room
 
+FIRST_PIECE = 8192
 PIECE = 512
 
 
@@ -48,8 +50,9 @@ class Sampling:
         logits = logits / self.temperature
         ordered = jnp.sort(logits, axis=-1)[:, ::-1]  # [B, V], falling
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            logits = jnp.where(logits >= ordered[:, self.top_k - 1, None], logits, -jnp.inf)
-        if self.top_p is not None:
+            least = ordered[:, self.top_k - 1, None]
+            logits, ordered = (jnp.where(each >= least, each, -jnp.inf) for each in (logits, ordered))
+        if self.top_p is not None:  # Of what top_k kept.
             probabilities = jax.nn.softmax(ordered, axis=-1)
             before = jnp.cumsum(probabilities, axis=-1) - probabilities
             kept = jnp.sum(before < self.top_p, axis=-1)  # The most probable one always.
@@ -57,15 +60,31 @@ class Sampling:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _read(architecture: Architecture, weights: ModelWeights, ids: jax.Array, states: Any) -> tuple[jax.Array, Any]:
-    """The logits [B, V] after a piece [B, T], and the states."""
-    x, states, _ = hidden_states(architecture, weights, ids, states)
+def next_logits(
+    architecture: Architecture, weights: ModelWeights, ids: jax.Array, states: Any = None, capacity: int | None = None
+) -> tuple[jax.Array, Any]:
+    """The logits [B, V] after ids [B, T], and the states.
+
+    `states` are those before `ids`; without them ids are the first tokens, and the new states have room for `capacity`.
+    """
+    x, states, _ = hidden_states(architecture, weights, ids, states, capacity=capacity)
     return logits_of(weights, x[:, -1]), states
 
 
-def pieces(length: int) -> Iterator[int]:
-    """The sizes of the pieces that a prompt is read in."""
+_begin = functools.partial(jax.jit, static_argnums=(0, 3))(
+    lambda architecture, weights, ids, capacity: next_logits(architecture, weights, ids, capacity=capacity)
+)
+_read = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(
+    lambda architecture, weights, ids, states: next_logits(architecture, weights, ids, states)
+)
+
+
+def pieces(length: int, first: int = PIECE) -> Iterator[int]:
+    """The sizes of the pieces that a prompt is read in. The first one has at most `first` tokens."""
+    if first > PIECE and length > PIECE:
+        size = 1 << (min(length, first).bit_length() - 1)
+        yield size
+        length -= size
     while length >= PIECE:
         yield PIECE
         length -= PIECE
@@ -74,18 +93,25 @@ def pieces(length: int) -> Iterator[int]:
             yield 1 << bit
 
 
-def read_prompt(model: Any, ids: jax.Array, states: Any) -> tuple[jax.Array, Any]:
-    """The logits after the last token of ids [B, T], and the states after it."""
+def read_prompt(model: Any, ids: jax.Array, capacity: int, states: Any = None) -> tuple[jax.Array, Any]:
+    """The logits after the last token of ids [B, T], and the states after it, with caches for `capacity` tokens.
+
+    `states` are those before the first token; None where it is the first of all.
+    """
     logits, at = None, 0
-    for size in pieces(ids.shape[1]):
-        logits, states = _read(model.architecture, model.weights, ids[:, at : at + size], states)
+    for size in pieces(ids.shape[1], FIRST_PIECE if states is None else PIECE):
+        piece = ids[:, at : at + size]
+        if states is None:
+            logits, states = _begin(model.architecture, model.weights, piece, capacity)
+        else:
+            logits, states = _read(model.architecture, model.weights, piece, states)
         at += size
     assert logits is not None
     return logits, states
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _continue(
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6), donate_argnums=3)
+def continued(
     architecture: Architecture,
     weights: ModelWeights,
     start: tuple[jax.Array, jax.Array],
@@ -93,39 +119,39 @@ def _continue(
     steps: int,
     sampling: Sampling,
     stop_tokens: tuple[int, ...],
-) -> tuple[jax.Array, jax.Array]:
-    """Up to `steps` tokens per row [B, steps], and how many of them each row has. `start`: logits [B, V] and row keys."""
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Up to `steps` tokens per row [B, steps], how many of them each row has, and the states.
+
+    `start` are logits [B, V] and the keys of the rows. The states are those before the last of the tokens.
+    """
     logits, keys = start
     batch = logits.shape[0]
     stops = jnp.asarray(stop_tokens, jnp.int32)
 
-    def going(carry: Any) -> jax.Array:
-        step, done = carry[0], carry[1]
-        return (step < steps) & ~jnp.all(done)
-
-    def body(carry: Any) -> Any:
-        step, done, counts, tokens, logits, states = carry
+    def take(step: Any, rows: Any, logits: Any) -> Any:
+        """Chooses the token of each row, and writes it to its place. Rows that are done do not count it."""
+        done, counts, tokens = rows
         chosen = sampling.choose(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, step))
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], step, axis=1)
         counts = counts + (~done).astype(jnp.int32)
         done = done | jnp.any(chosen[:, None] == stops[None], axis=1) if stop_tokens else done
-        logits, states = jax.lax.cond(
-            step + 1 < steps,
-            lambda states: _step(architecture, weights, chosen, states),
-            lambda states: (logits, states),
-            states,
-        )
-        return step + 1, done, counts, tokens, logits, states
+        return (done, counts, tokens), chosen
+
+    def going(carry: Any) -> jax.Array:
+        step, (done, *_) = carry[:2]
+        return (step < steps - 1) & ~jnp.all(done)
+
+    def body(carry: Any) -> Any:
+        step, rows, logits, states = carry
+        rows, chosen = take(step, rows, logits)
+        logits, states = next_logits(architecture, weights, chosen[:, None], states)
+        return step + 1, rows, logits, states
 
     zeros = jnp.zeros((batch,), jnp.int32)
-    carry = (jnp.int32(0), zeros > 0, zeros, jnp.zeros((batch, steps), jnp.int32), logits, states)
-    _, _, counts, tokens, _, _ = jax.lax.while_loop(going, body, carry)
-    return tokens, counts
-
-
-def _step(architecture: Architecture, weights: ModelWeights, tokens: jax.Array, states: Any) -> tuple[jax.Array, Any]:
-    x, states, _ = hidden_states(architecture, weights, tokens[:, None], states)
-    return logits_of(weights, x[:, 0]), states
+    rows = zeros > 0, zeros, jnp.zeros((batch, steps), jnp.int32)
+    step, rows, logits, states = jax.lax.while_loop(going, body, (jnp.int32(0), rows, logits, states))
+    (_, counts, tokens), _ = take(step, rows, logits)
+    return tokens, counts, states
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("logits", "states"), meta_fields=("ids",))
@@ -140,12 +166,12 @@ class Prefix:
     @property
     def capacity(self) -> int | None:
         """The tokens that its caches have room for; None where no layer has a cache that ends."""
-        sizes = {leaf.shape[2] for path, leaf in _leaves(self.states) if path.endswith(_CACHES)}
+        sizes = {leaf.shape[2] for path, leaf in state_leaves(self.states) if path.endswith(CACHES)}
         return min(sizes, default=None)
 
     def save(self, path: str | Path) -> None:
         """Writes it as one safetensors file."""
-        tensors = {"ids": np.asarray(self.ids, np.int32), "logits": self.logits} | dict(_leaves(self.states))
+        tensors = {"ids": np.asarray(self.ids, np.int32), "logits": self.logits} | dict(state_leaves(self.states))
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         checkpoint.write(Path(path), shapes, tensors.items())
 
@@ -156,9 +182,9 @@ class Prefix:
         if not {"ids", "logits"} <= set(file.tensors):
             raise checkpoint.CheckpointError(f"{path} is not a prefix that Prefix.save wrote")
         logits = jnp.asarray(file.read("logits"))
-        sizes = {shape[2] for name, (_, shape, _) in file.tensors.items() if name.endswith(_CACHES)}
+        sizes = {shape[2] for name, (_, shape, _) in file.tensors.items() if name.endswith(CACHES)}
         states = jax.eval_shape(lambda: initial_states(model.architecture, 1, min(sizes, default=1), model.dtype))
-        wanted = dict(_leaves(states))
+        wanted = dict(state_leaves(states))
         for name, leaf in wanted.items():
             if name not in file.tensors or file.tensors[name][1] != leaf.shape:
                 raise checkpoint.CheckpointError(
@@ -169,10 +195,12 @@ class Prefix:
         return Prefix(ids, logits, jax.tree.unflatten(jax.tree.structure(states), read))
 
 
-_CACHES = (".keys", ".values", ".latents")
+CACHES = (".keys", ".values", ".latents")
+"""How the names of leaves end that have an axis of tokens."""
 
 
-def _leaves(states: Any) -> list[tuple[str, Any]]:
+def state_leaves(states: Any) -> list[tuple[str, Any]]:
+    """The leaves of states by their names."""
     return [(f"states{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(states)]
 
 
@@ -180,7 +208,7 @@ def read_prefix(model: Any, ids: Sequence[int], capacity: int, prefix: Prefix | 
     """What the model knows after `ids`, or after a prefix and `ids`, with caches for `capacity` tokens."""
     tokens = np.asarray(ids)
     before = 0 if prefix is None else len(prefix.ids)
-    if prefix is not None and prefix.capacity not in (None, capacity):
+    if prefix is not None and prefix.capacity not in (None, room(capacity)):
         raise ValueError(f"prefix has room for {prefix.capacity} tokens and capacity={capacity}; they must be equal")
     if not tokens.size:
         if prefix is None:
@@ -195,22 +223,15 @@ def read_prefix(model: Any, ids: Sequence[int], capacity: int, prefix: Prefix | 
             f"a prompt of {before + tokens.size} tokens does not fit a cache for {capacity}; use capacity="
             f"{before + tokens.size} or more"
         )
-    if prefix is None:
-        states = initial_states(model.architecture, 1, capacity, model.dtype)
-    else:
-        states = jax.tree.map(jnp.copy, prefix.states)  # Reading gives its buffers away.
-    logits, states = read_prompt(model, jnp.asarray(tokens[None]), states)
+    # Reading gives the buffers of a state away.
+    states = None if prefix is None else jax.tree.map(jnp.copy, prefix.states)
+    logits, states = read_prompt(model, jnp.asarray(tokens[None]), capacity, states)
     return Prefix((*(() if prefix is None else prefix.ids), *tokens.tolist()), logits, states)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _insert(rows: Any, row: Any, at: jax.Array) -> Any:
     return jax.tree.map(lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own[:, 0], at, 1), rows, row)
-
-
-_decode = functools.partial(jax.jit, static_argnums=0, donate_argnums=3)(
-    lambda architecture, weights, tokens, states: _step(architecture, weights, tokens, states)
-)
 
 
 class Batch:
@@ -255,7 +276,7 @@ class Batch:
         keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.asarray(self._steps))
         chosen = self._sampling.choose(self._logits, keys)
         model = self._model
-        self._logits, self._states = _decode(model.architecture, model.weights, chosen, self._states)
+        self._logits, self._states = _read(model.architecture, model.weights, chosen[:, None], self._states)
         self._steps += 1
         tokens = np.asarray(chosen)
         for row, ids in self._ids.items():
@@ -297,17 +318,17 @@ def generate(
             raise ValueError("a prompt is empty; give it at least one token, such as the model's bos_token_id")
         checked_ids(row[None], vocabulary)
     longest = max(row.size for row in prompts)
-    room = longest + max_new_tokens if capacity is None else capacity
-    if room < longest + max_new_tokens:
+    most = longest + max_new_tokens if capacity is None else capacity
+    if most < longest + max_new_tokens:
         raise ValueError(
-            f"capacity={room} is too small for a prompt of {longest} tokens and max_new_tokens={max_new_tokens}; use at "
+            f"capacity={most} is too small for a prompt of {longest} tokens and max_new_tokens={max_new_tokens}; use at "
             f"least {longest + max_new_tokens}"
         )
     if max_new_tokens == 0:
         return np.stack(prompts) if rectangular else prompts
-    logits, states = _read_prompts(model, prompts, room)
+    logits, states = _read_prompts(model, prompts, most)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
-    tokens, counts = _continue(
+    tokens, counts, _ = continued(
         model.architecture, model.weights, (logits, keys), states, max_new_tokens, sampling, stop_tokens
     )
     tokens, counts = np.asarray(tokens), np.asarray(counts)
@@ -334,13 +355,9 @@ def checked_ids(input_ids: Any, vocab_size: int) -> jax.Array:
 
 def _read_prompts(model: Any, prompts: Sequence[np.ndarray], capacity: int) -> tuple[jax.Array, Any]:
     """Logits [B, V] and states of prompts: together where they are equally long, and otherwise one by one."""
-
-    def states_of(batch: int) -> Any:
-        return initial_states(model.architecture, batch, capacity, model.dtype)
-
     if len({row.size for row in prompts}) == 1:
-        return read_prompt(model, jnp.asarray(np.stack(prompts), jnp.int32), states_of(len(prompts)))
-    each = [read_prompt(model, jnp.asarray(row[None], jnp.int32), states_of(1)) for row in prompts]
+        return read_prompt(model, jnp.asarray(np.stack(prompts), jnp.int32), capacity)
+    each = [read_prompt(model, jnp.asarray(row[None], jnp.int32), capacity) for row in prompts]
     logits = jnp.concatenate([logits for logits, _ in each])
     # The axes of a state are repeats of the layer, then rows.
     return logits, jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *(states for _, states in each))

@@ -35,13 +35,14 @@ def _is_sparse(config: Config) -> list[bool]:
 
 def _kda(config: Config) -> KimiDeltaAttention:
     inner = config.within("linear_attn_config")
-    config.refuse("use_full_rank_gate", False)
     return KimiDeltaAttention(
         d_model=config.count("hidden_size"),
         num_heads=inner.count("linear_num_heads", "num_heads"),
         head_dim=inner.count("linear_head_dim", "head_dim"),
         conv_width=inner.get("linear_conv_kernel_dim", "short_conv_kernel_size", default=4),
-        lower_bound=config.get("gate_lower_bound", default=None),
+        # Kimi-K3 has the two in linear_attn_config.
+        full_rank_gate=inner.get("use_full_rank_gate", default=config.get("use_full_rank_gate", default=False)),
+        lower_bound=inner.get("gate_lower_bound", default=config.get("gate_lower_bound", default=None)),
         eps=config.number("rms_norm_eps"),
     )
 

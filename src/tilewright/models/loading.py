@@ -7,15 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from tilewright.core.quantized import LARGEST, QuantizedArray
+from tilewright.core.quantized import LARGEST
 from tilewright.layers.layer import Layer
 from tilewright.models import kimi_linear, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from tilewright.models.architecture import Architecture, Block, BlockWeights, ModelWeights, Run
 from tilewright.models.checkpoint import Checkpoint, CheckpointError
 from tilewright.models.config import Config
 from tilewright.models.model import Model
-from tilewright.models.sharding import sharding
+from tilewright.models.sharding import check_mesh, rules_of
+from tilewright.parallel.processes import global_array
+from tilewright.parallel.rules import path_name
 
 _FAMILIES = {
     "qwen3": qwen3,
@@ -33,6 +37,11 @@ _DTYPES = ("float32", "bfloat16")
 def _check_dtype(dtype: Any) -> None:
     if getattr(dtype, "__name__", str(dtype)) not in _DTYPES:
         raise ValueError(f"dtype={dtype!r} must be 'bfloat16' or 'float32'")
+
+
+def _check_quantize(quantize: str | None) -> None:
+    if quantize is not None and quantize not in LARGEST:
+        raise ValueError(f"quantize={quantize!r} must be one of {', '.join(map(repr, LARGEST))}, or None")
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -60,18 +69,20 @@ def load(path: str | Path, dtype: str = "bfloat16", quantize: str | None = None,
       dtype: of the weights and the activations, "bfloat16" or "float32". Rates of gates stay float32.
       quantize: "int8", "int4" or "float8_e4m3fn": quantises the weights of projections and experts on the way in, with one
         scale per output column (int4: per 128 rows of a column, where they divide); activations stay `dtype`.
-      mesh: a `jax.sharding.Mesh`: weights are sharded over its axes "tensor" (heads, hidden channels, vocabulary),
-        "expert" and "fsdp" where it has them and they divide, and are otherwise on every device.
+      mesh: of `tilewright.parallel.make_mesh`: weights are sharded over its axes "tensor" (heads, hidden channels,
+        vocabulary), "expert" and "fsdp". An axis that does not divide them is an error. Quantised weights are on every
+        device.
 
     Returns:
       a `Model`.
     """
     _check_dtype(dtype)
-    if quantize is not None and quantize not in LARGEST:
-        raise ValueError(f"quantize={quantize!r} must be one of {', '.join(map(repr, LARGEST))}, or None")
+    _check_quantize(quantize)
     folder = Path(path)
     config = Config.read(folder)
     architecture = architecture_of(config)
+    if mesh is not None:
+        check_mesh(architecture, mesh)
     checkpoint = Checkpoint(folder)
     loader = _Loader(architecture, checkpoint, jnp.dtype(dtype), quantize, mesh)
     weights = loader.weights()
@@ -85,18 +96,34 @@ def load(path: str | Path, dtype: str = "bfloat16", quantize: str | None = None,
     return Model(weights, architecture, json.dumps(config.values))
 
 
-def init(config: dict[str, Any] | str | Path, key: jax.Array, dtype: str = "bfloat16") -> Model:
-    """A model with random weights, from the values of a config.json or the folder that has one."""
+def init(
+    config: dict[str, Any] | str | Path, key: jax.Array, dtype: str = "bfloat16", quantize: str | None = None
+) -> Model:
+    """A model with random weights, from the values of a config.json or the folder that has one.
+
+    `dtype` and `quantize` are those of `load`.
+    """
     _check_dtype(dtype)
+    _check_quantize(quantize)
     read = Config(config) if isinstance(config, dict) else Config.read(Path(config))
     architecture = architecture_of(read)
     d, vocabulary = architecture.d_model, architecture.vocab_size
     for_embedding, for_head, for_blocks = jax.random.split(key, 3)
-    keys = iter(jax.random.split(for_blocks, len(architecture.blocks)))
+    keys = jax.random.split(for_blocks, len(architecture.blocks))
+
+    def one(block: Block, key: jax.Array) -> BlockWeights:
+        own = block.init(key, dtype)
+        if quantize is None:
+            return own
+        mixer, mlp = block.mixer.quantized(own.mixer, quantize), block.mlp.quantized(own.mlp, quantize)
+        return BlockWeights(own.mixer_norm, mixer, own.mlp_norm, mlp)
 
     def stacked(run: Run) -> tuple[BlockWeights, ...]:
-        each = [[block.init(next(keys), dtype) for block in run.pattern] for _ in range(run.count)]
-        return tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *repeats) for repeats in zip(*each, strict=True))
+        of_run = keys[run.first : run.layer(run.count, 0)].reshape(run.count, len(run.pattern))
+        return tuple(
+            jax.lax.map(functools.partial(one, block), of_run[:, position])
+            for position, block in enumerate(run.pattern)
+        )
 
     def drawn(key: jax.Array, *shape: int, scale: float) -> jax.Array:
         return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
@@ -116,52 +143,47 @@ def _put(stack: Any, weights: Any, at: jax.Array) -> Any:
     return jax.tree.map(lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own, at, 0), stack, weights)
 
 
-def _axes(layer: Layer[Any], weights: Any) -> Any:
-    """The axes of each leaf of a layer's weights, in their structure. Quantised ones are on every device."""
-    parameters = layer.parameters()
-    named = {
-        name: jax.tree.map(
-            lambda _, name=name, value=value: () if isinstance(value, QuantizedArray) else parameters[name].axes, value
-        )
-        for name, value in vars(weights).items()
-    }
-    return type(weights)(**named)
+def _beside(own: Any, stack: jax.Array) -> jax.Array:
+    """The weights of one layer, cut as the stacked ones are."""
+    mesh, spec = stack.sharding.mesh, stack.sharding.spec  # type: ignore[attr-defined]
+    return global_array(own, NamedSharding(mesh, P(*spec[1:])))
 
 
 class _Loader:
     def __init__(self, architecture: Architecture, checkpoint: Checkpoint, dtype: Any, quantize: str | None, mesh: Any):
         self._architecture, self._checkpoint = architecture, checkpoint
         self._dtype, self._quantize, self._mesh = dtype, quantize, mesh
+        self._rules = rules_of(architecture)
 
     def weights(self) -> ModelWeights:
         architecture, prefix = self._architecture, self._architecture.prefix
         d, vocabulary = architecture.d_model, architecture.vocab_size
         head = None
         if not architecture.tied:
-            head = self._placed(self._tensor(architecture.head_name, (vocabulary, d)).T, ("embed", "vocab"))
+            head = self._placed(self._tensor(architecture.head_name, (vocabulary, d)).T, "head")
         return ModelWeights(
-            embedding=self._placed(self._tensor(f"{prefix}embed_tokens.weight", (vocabulary, d)), ("vocab", "embed")),
-            runs=tuple(self._run(run) for run in architecture.runs),
-            norm=self._placed(self._tensor(f"{prefix}norm.weight", (d,)), ()),
+            embedding=self._placed(self._tensor(f"{prefix}embed_tokens.weight", (vocabulary, d)), "embedding"),
+            runs=tuple(self._run(number, run) for number, run in enumerate(architecture.runs)),
+            norm=self._placed(self._tensor(f"{prefix}norm.weight", (d,)), "norm"),
             head=head,
         )
 
-    def _placed(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        return x if self._mesh is None else jax.device_put(x, sharding(self._mesh, axes, x.shape))
+    def _placed(self, x: jax.Array, path: str) -> jax.Array:
+        if self._mesh is None:
+            return x
+        return global_array(x, NamedSharding(self._mesh, self._rules.spec(path, x.shape, self._mesh)))
 
-    def _zeros(self, count: int, block: Block, own: BlockWeights) -> BlockWeights:
+    def _zeros(self, count: int, own: BlockWeights, prefix: str) -> BlockWeights:
         """Stacked weights to be filled, each where it belongs on the mesh."""
-        axes = BlockWeights((), _axes(block.mixer, own.mixer), (), _axes(block.mlp, own.mlp))
 
-        def zeros(leaf: Any, axes: Any) -> jax.Array:
-            made = jnp.zeros((count, *leaf.shape), leaf.dtype)
+        def zeros(path: Any, leaf: Any) -> jax.Array:
+            shape = (count, *leaf.shape)
             if self._mesh is None:
-                return made
-            return jax.device_put(made, sharding(self._mesh, axes, leaf.shape, stacked=True))
+                return jnp.zeros(shape, leaf.dtype)
+            spec = self._rules.spec(f"{prefix}.{path_name(path)}", shape, self._mesh)
+            return jnp.zeros(shape, leaf.dtype, device=NamedSharding(self._mesh, spec))
 
-        leaves, structure = jax.tree.flatten(own)
-        of_leaves = jax.tree.leaves(axes, is_leaf=lambda axes: isinstance(axes, tuple))
-        return jax.tree.unflatten(structure, map(zeros, leaves, of_leaves))
+        return jax.tree_util.tree_map_with_path(zeros, own)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         if name not in self._checkpoint:
@@ -171,13 +193,15 @@ class _Loader:
             raise CheckpointError(f"{name} has shape {found} and config.json says {list(shape)}")
         return jnp.asarray(self._checkpoint[name]).astype(self._dtype)
 
-    def _run(self, run: Run) -> tuple[BlockWeights, ...]:
+    def _run(self, number: int, run: Run) -> tuple[BlockWeights, ...]:
         stacks: list[Any] = [None] * len(run.pattern)
         for repeat in range(run.count):
             for position, block in enumerate(run.pattern):
                 own = self._block(block, run.layer(repeat, position))
                 if stacks[position] is None:
-                    stacks[position] = self._zeros(run.count, block, own)
+                    stacks[position] = self._zeros(run.count, own, f"runs.{number}.{position}")
+                if self._mesh is not None:
+                    own = jax.tree.map(_beside, own, stacks[position])
                 stacks[position] = _put(stacks[position], own, jnp.int32(repeat))
         return tuple(stacks)
 

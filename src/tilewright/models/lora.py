@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.layer import Layer
 from tilewright.layers.mlp import MLP
 from tilewright.models.architecture import Architecture, ModelWeights
+from tilewright.models.sharding import PARTS
 from tilewright.models.train_config import LoraTable, TrainConfigError
-
-_PARTS = ("mixer", "mlp")
+from tilewright.parallel.rules import LogicalAxes, Rules
 
 
 def _projections(layer: Layer[Any]) -> Iterator[tuple[str, int, int]]:
@@ -40,8 +41,8 @@ def init(architecture: Architecture, lora: LoraTable, key: PRNGKeyArray) -> Any:
     for run in architecture.runs:
         blocks = []
         for block in run.pattern:
-            own: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
-            for part in _PARTS:
+            own: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+            for part in PARTS:
                 for name, inputs, outputs in _projections(getattr(block, part)):
                     known.add(name)
                     if name in lora.targets:
@@ -57,6 +58,22 @@ def init(architecture: Architecture, lora: LoraTable, key: PRNGKeyArray) -> Any:
     return tuple(runs)
 
 
+def rules_of(architecture: Architecture) -> Rules:
+    """Where the factors belong on a mesh: A's inputs and B's outputs as those of the projection, and ranks whole."""
+    axes: dict[str, LogicalAxes] = {}
+    for number, run in enumerate(architecture.runs):
+        for position, block in enumerate(run.pattern):
+            for part in PARTS:
+                layer = getattr(block, part)
+                for name, _, _ in _projections(layer):
+                    parameter = layer.parameters()[name]
+                    path = f"{number}.{position}.{part}.{name}"
+                    axes[f"{path}.a"] = ("layers", parameter.axes[0], None)
+                    # Gates and values that lie side by side cannot be cut as the weights are, each for itself.
+                    axes[f"{path}.b"] = ("layers", None, parameter.axes[1] if len(parameter.shape) == 2 else None)
+    return Rules(axes)
+
+
 def merged(weights: ModelWeights, factors: Any, lora: LoraTable) -> ModelWeights:
     """The weights with the factors' products added, in their own dtype; the sum is made in float32."""
     scale = lora.alpha / lora.rank
@@ -66,12 +83,13 @@ def merged(weights: ModelWeights, factors: Any, lora: LoraTable) -> ModelWeights
         for name, factor in adapted.items():
             w = getattr(own, name)
             product = jnp.matmul(factor["a"], factor["b"], precision=jax.lax.Precision.HIGHEST)  # [repeats, in, out]
-            changed[name] = (w.astype(jnp.float32) + scale * product.reshape(w.shape)).astype(w.dtype)
+            product = placed(product.reshape(w.shape), explicit_axes(w))
+            changed[name] = (w.astype(jnp.float32) + scale * product).astype(w.dtype)
         return dataclasses.replace(own, **changed)
 
     runs = tuple(
         tuple(
-            dataclasses.replace(own, **{part: added(getattr(own, part), adapted[part]) for part in _PARTS})
+            dataclasses.replace(own, **{part: added(getattr(own, part), adapted[part]) for part in PARTS})
             for own, adapted in zip(blocks, of_run, strict=True)
         )
         for blocks, of_run in zip(weights.runs, factors, strict=True)

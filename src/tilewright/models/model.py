@@ -1,5 +1,7 @@
 """A language model: weights, and what it is made of."""
 
+import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
@@ -9,9 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import AxisType, Mesh
 
 from tilewright.models import checkpoint, generation
 from tilewright.models.architecture import Architecture, Block, ModelWeights, hidden_states, logits_of
+from tilewright.models.sharding import check_mesh, rules_of
+from tilewright.parallel.rules import Rules
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weights",), meta_fields=("architecture", "config"))
@@ -51,7 +59,7 @@ class Model:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: Sequence[int] | None = None,
         seed: int = 0,
         capacity: int | None = None,
     ) -> Any:
@@ -64,7 +72,8 @@ class Model:
           max_new_tokens: at most so many tokens follow each prompt.
           temperature: 0 takes the most probable token; otherwise tokens are drawn from softmax(logits / temperature).
           top_k: draws from the k most probable tokens only.
-          top_p: draws from the most probable tokens only whose probabilities sum to at least this.
+          top_p: draws from the most probable tokens only whose probabilities sum to at least this. With top_k it is of the
+            tokens that top_k leaves, whose probabilities are normalised first.
           stop_tokens: ids after which a row ends. The stop token is part of the result.
           seed: of the random numbers. Each row has its own, so that what it draws does not depend on its neighbours.
           capacity: the tokens that the cache has room for; by default as many as this call needs.
@@ -72,15 +81,36 @@ class Model:
         Returns:
           ids [B, T + max_new_tokens] where prompts are one array and there are no stop tokens; otherwise a list of arrays.
         """
-        return generation.generate(
-            self,
-            input_ids,
-            max_new_tokens,
-            generation.Sampling(temperature, top_k, top_p),
-            stop_tokens=tuple(stop_tokens),
-            seed=seed,
-            capacity=capacity,
-        )
+        with self.on_mesh():
+            return generation.generate(
+                self,
+                input_ids,
+                max_new_tokens,
+                generation.Sampling(temperature, top_k, top_p),
+                stop_tokens=() if stop_tokens is None else tuple(stop_tokens),
+                seed=seed,
+                capacity=capacity,
+            )
+
+    def on_mesh(self) -> Any:
+        """A context with the mesh that the weights are sharded over, where its axes are Explicit; generation needs it."""
+        mesh = getattr(getattr(self.weights.embedding, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
+            return jax.set_mesh(mesh)
+        return contextlib.nullcontext()
+
+    def rules(self) -> Rules:
+        """Where each weight belongs on a mesh, for `tilewright.parallel.validate_sharding`."""
+        return rules_of(self.architecture)
+
+    def shard(self, mesh: Any) -> "Model":
+        """This model with its weights sharded over a mesh of `tilewright.parallel.make_mesh`.
+
+        A mesh whose axes do not divide heads, channels, experts, layers or the vocabulary is a `MeshError` with the
+        numbers.
+        """
+        check_mesh(self.architecture, mesh)
+        return dataclasses.replace(self, weights=self.rules().placed(self.weights, mesh))
 
     def read_prefix(
         self, ids: Sequence[int], *, capacity: int, prefix: generation.Prefix | None = None
@@ -89,7 +119,8 @@ class Model:
 
         `capacity` is the number of tokens that the caches have room for. `Batch.join(..., prefix=...)` continues from it.
         """
-        return generation.read_prefix(self, ids, capacity, prefix)
+        with self.on_mesh():
+            return generation.read_prefix(self, ids, capacity, prefix)
 
     def save(self, path: str | Path) -> None:
         """Writes config.json and model.safetensors as transformers reads them, in the model's dtype.
@@ -107,8 +138,13 @@ class Model:
             names.extend(name for name, _ in named)
             return [tensor for _, tensor in named]
 
-        leaves = jax.eval_shape(tensors, self.weights)
+        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.weights)
+        leaves = jax.eval_shape(tensors, whole)
         shapes = {name: (leaf.dtype, leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+        if jax.process_index():
+            for _ in _tensors(self.architecture, self.weights):  # Every process has parts; the first one writes.
+                pass
+            return
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.write(folder / checkpoint.SINGLE, shapes, _tensors(self.architecture, self.weights))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -120,18 +156,27 @@ def _logits(architecture: Architecture, weights: ModelWeights, ids: jax.Array, s
     return logits_of(weights, x)
 
 
+def _whole(x: Any) -> Any:
+    """An array that may be sharded, as one that is not: on the host where it was."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or len(x.sharding.device_set) == 1:
+        return x
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(process_allgather(x, tiled=True))
+
+
 def _tensors(architecture: Architecture, weights: ModelWeights) -> Iterator[tuple[str, Any]]:
     """The tensors of a checkpoint by name, one at a time."""
     prefix = architecture.prefix
-    yield f"{prefix}embed_tokens.weight", weights.embedding
+    yield f"{prefix}embed_tokens.weight", _whole(weights.embedding)
     for run, stacks in zip(architecture.runs, weights.runs, strict=True):
         for repeat in range(run.count):
             for position, block in enumerate(run.pattern):
-                own = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], stacks[position])
+                own = jax.tree.map(lambda leaf, repeat=repeat: _whole(leaf[repeat]), stacks[position])
                 yield from _block_tensors(block, own, f"{prefix}layers.{run.layer(repeat, position)}")
-    yield f"{prefix}norm.weight", weights.norm
+    yield f"{prefix}norm.weight", _whole(weights.norm)
     if weights.head is not None:
-        yield architecture.head_name, weights.head.T
+        yield architecture.head_name, _whole(weights.head).T
 
 
 def _block_tensors(block: Block, weights: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -151,6 +151,20 @@ class LoraTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshTable:
+    """`[mesh]`: into how many parts what is cut. One of them may be -1, for the devices that the others leave."""
+
+    data: int = 1
+    """Parts of the batch."""
+    fsdp: int = 1
+    """Parts of the batch and of every weight, which is gathered where it is used."""
+    tensor: int = 1
+    """Parts of heads, hidden channels and the vocabulary."""
+    expert: int = 1
+    """Parts of the experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run."""
 
@@ -160,6 +174,7 @@ class TrainConfig:
     optimizer: OptimizerTable = field(default_factory=OptimizerTable)
     checkpoint: CheckpointTable = field(default_factory=CheckpointTable)
     lora: LoraTable | None = None
+    mesh: MeshTable | None = None
 
     @staticmethod
     def read(path: str | Path) -> "TrainConfig":
@@ -203,9 +218,9 @@ class TrainConfig:
         return dataclasses.replace(self, train=dataclasses.replace(self.train, steps=steps))
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal where a run is resumed: everything but its length and its checkpoints."""
+        """What must be equal where a run is resumed: everything but its length, its checkpoints and its mesh."""
         values = dataclasses.asdict(self)
-        del values["checkpoint"], values["train"]["steps"]
+        del values["checkpoint"], values["mesh"], values["train"]["steps"]
         return _as_json(values)
 
 
@@ -216,6 +231,7 @@ _TABLES: dict[str, Any] = {
     "optimizer": OptimizerTable,
     "checkpoint": CheckpointTable,
     "lora": LoraTable,
+    "mesh": MeshTable,
 }
 _NEEDED = ("model", "data", "train")
 

@@ -26,7 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.attention import Attention
 from tilewright.layers.kimi_delta_attention import KimiDeltaAttention
 from tilewright.layers.layer import Leaf
@@ -34,20 +36,27 @@ from tilewright.layers.mla import LatentAttention
 from tilewright.layers.moe import MoE
 from tilewright.layers.qwen3_next_gated_delta_net import Qwen3NextGatedDeltaNet
 from tilewright.models import lora
-from tilewright.models.architecture import Architecture, Block, BlockWeights, ModelWeights, hidden_states
+from tilewright.models.architecture import Architecture, Block, BlockWeights, ModelWeights, head_of, hidden_states
 from tilewright.models.config import Config
 from tilewright.models.data import IGNORED_LABEL, Documents, batches
 from tilewright.models.loading import init, load
 from tilewright.models.model import Model
+from tilewright.models.sharding import check_mesh
 from tilewright.models.train_config import LoraTable, OptimizerTable, TrainConfig, TrainTable
 from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy
 from tilewright.ops.moe.api import moe_load_balance_loss, moe_z_loss
+from tilewright.parallel.mesh import MeshError, make_mesh
+from tilewright.parallel.processes import is_first, wait_for_all
+from tilewright.parallel.rules import BATCH_AXES, batch_spec, validate_sharding
 
 # What "ops" keeps: the outputs and statistics of the ops that are more than a pass over memory.
 _KEPT_OPS = ("flash_attention", "delta_rule", "gated_delta_rule", "kda", "matmul", "grouped_matmul")
 _CHECKPOINTS, _RUN = "checkpoints", "run.json"
 # What a run writes into its folder; the command line adds the last three.
 _WRITTEN = (_CHECKPOINTS, _RUN, "final", "records.jsonl", "loss.png")
+
+
+_KNOWN = "every process knows what the folder has"
 
 
 class TrainingError(ValueError):
@@ -171,7 +180,8 @@ def loss_of(
     Args:
       architecture: of the model.
       weights: in the dtype of the computation.
-      batch: `ids`, `labels` and `segment_ids`, each [B, T], as `data.Rows` makes them.
+      batch: `ids`, `labels` and `segment_ids`, each [B, T], as `data.Rows` makes them. `segment_ids` is None where each row
+        is one document.
       table: the coefficients and the policy of remat.
       count: the labels of the whole step, which the sum of the losses is divided by.
 
@@ -183,7 +193,7 @@ def loss_of(
     x, _, routings = hidden_states(
         architecture, weights, batch["ids"], segment_ids=batch["segment_ids"], remat=remat_policy(table.remat)
     )
-    head = weights.embedding.T if weights.head is None else weights.head
+    head, x = head_of(weights, x)
     summed, logsumexp = linear_cross_entropy(
         x, head, labels, z_loss=table.z_loss, reduction="sum", return_logsumexp=True
     )
@@ -191,7 +201,8 @@ def loss_of(
     squares = jnp.where(labels == IGNORED_LABEL, 0.0, jnp.square(logsumexp))
     parts: dict[str, Any] = {"loss": jax.lax.stop_gradient(objective - table.z_loss * jnp.sum(squares) / count)}
     if routings:
-        is_token = batch["segment_ids"] > 0  # [B, T]
+        segment_ids = batch["segment_ids"]
+        is_token = jnp.ones(labels.shape, bool) if segment_ids is None else segment_ids > 0  # [B, T]
         # As in transformers, layers count as more tokens.
         logits, experts = (
             jnp.concatenate([getattr(each, name) for each in routings]) for name in ("logits", "experts")
@@ -213,6 +224,8 @@ def loss_of(
 def _loads(experts: jax.Array, num_experts: int, is_token: jax.Array) -> jax.Array:
     """The tokens of each expert [repeats, E], of choices [repeats, B, T, k]."""
     repeats, k = experts.shape[0], experts.shape[-1]
+    # As in the load-balance loss, every device counts the choices of all tokens.
+    experts, is_token = (placed(x, [()] * x.ndim) for x in (experts, is_token))
     weights = jnp.broadcast_to(is_token[None, :, :, None], experts.shape).astype(jnp.float32).reshape(repeats, -1)
     chosen = experts.reshape(repeats, weights.shape[1])
     return jax.vmap(lambda e, w: jax.ops.segment_sum(w, e, num_experts))(chosen, weights) / k
@@ -235,7 +248,7 @@ def gradients_of(
     if batch["ids"].shape[0] == 1:
         return one(jax.tree.map(lambda x: x[0], batch))
     first = jax.tree.map(lambda x: x[0], batch)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, first))
+    zeros = jax.tree.map(lambda x: placed(jnp.zeros(x.shape, x.dtype), explicit_axes(x)), jax.eval_shape(one, first))
 
     def add(sums: Any, microbatch: Any) -> Any:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
@@ -322,9 +335,17 @@ def flops_per_token(architecture: Architecture, seq_len: int) -> float:
 
 
 @functools.cache
-def _random_model(config: str, dtype: str) -> Callable[[Any], Model]:
-    """Draws all weights in one program, instead of dozens of small ones."""
-    return jax.jit(lambda key: init(json.loads(config), key, dtype=dtype))
+def _random_model(config: str, dtype: str, mesh: Any) -> Callable[[Any], Model]:
+    """Draws all weights in one program, instead of dozens of small ones; on a mesh, each device its own parts."""
+
+    def drawn(key: Any) -> Model:
+        return init(json.loads(config), key, dtype=dtype)
+
+    if mesh is None:
+        return jax.jit(drawn)
+    shapes = jax.eval_shape(drawn, jax.random.key(0))
+    check_mesh(shapes.architecture, mesh)
+    return jax.jit(drawn, out_shardings=shapes.rules().shardings(shapes, mesh))
 
 
 @dataclass(frozen=True)
@@ -344,10 +365,17 @@ class Training:
         import orbax.checkpoint as ocp
 
         self.config, self.folder = config, Path(folder).resolve()
+        self.mesh = None if config.mesh is None else make_mesh(**vars(config.mesh))
+        if self.mesh is not None:
+            _check_rows(config.train, self.mesh)
+        elif self.num_processes > 1:
+            raise MeshError(f"{self.num_processes} processes need a [mesh]; data = -1 takes the devices of all of them")
         if fresh:
             self._forget()
+            wait_for_all("the earlier run is deleted")
         model, self._frozen, weights = self._first_weights()
         self.architecture, self._config_text = model.architecture, model.config
+        self.rules = model.rules() if config.lora is None else lora.rules_of(model.architecture)
         documents = Documents.read(config.data, self.architecture.vocab_size)
         self._identify(documents)
         table = config.train
@@ -358,10 +386,23 @@ class Training:
         self.num_trained = sum(leaf.size for leaf in jax.tree.leaves(weights))
         options = ocp.CheckpointManagerOptions(max_to_keep=config.checkpoint.keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self.folder / _CHECKPOINTS, options=options)
-        state = TrainState(jnp.int32(0), weights, jax.jit(optimizer_of(table, config.optimizer).init)(weights))
+        state = self._first_state(weights)
         self.step, self._done = 0, _Done(state, self._data.get_state(), None)
         self._restore(ocp)
         self._train_step = step_function(self.architecture, table, config.optimizer, config.lora)
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def num_processes(self) -> int:
+        return jax.process_count()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what is for people: of several, the first."""
+        return is_first()
 
     @property
     def last_checkpoint(self) -> int | None:
@@ -397,9 +438,39 @@ class Training:
     def _advance(self) -> None:
         accumulate = self.config.train.accumulate
         batch = {name: x.reshape(accumulate, -1, x.shape[1]) for name, x in next(self._data).items()}
-        state, metrics = self._train_step(self._done.state, self._frozen, jax.device_put(batch))
+        with self._on_mesh():
+            state, metrics = self._train_step(self._done.state, self._frozen, self._placed(batch))
         self._done = _Done(state, self._data.get_state(), metrics)
         self.step += 1
+
+    def _on_mesh(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A batch [accumulate, B, T] on the device, or with its rows over the mesh. Every process has read all of it."""
+        if self.mesh is None:
+            return jax.device_put(batch)
+        sharding = NamedSharding(self.mesh, batch_spec(self.mesh, 3, leading=1))
+        return {
+            name: jax.make_array_from_callback(x.shape, sharding, lambda part, x=x: x[part])
+            for name, x in batch.items()
+        }
+
+    def _first_state(self, weights: Any) -> TrainState:
+        """The state before the first step; on a mesh, the optimizer's moments are where their weights are."""
+
+        def begun(weights: Any) -> TrainState:
+            return TrainState(
+                jnp.int32(0), weights, optimizer_of(self.config.train, self.config.optimizer).init(weights)
+            )
+
+        if self.mesh is None:
+            return jax.jit(begun)(weights)
+        shardings = self.rules.shardings(jax.eval_shape(begun, weights), self.mesh)
+        with self._on_mesh():
+            state = jax.jit(begun, out_shardings=shardings)(weights)
+        validate_sharding(state, self.rules, self.mesh)
+        return state
 
     def _read(self, number: int, metrics: dict[str, jax.Array]) -> Metrics:
         """The metrics on the host. Raises where the step gave no number."""
@@ -466,13 +537,16 @@ class Training:
         # What is frozen needs no master weights.
         dtype = "float32" if config.lora is None else config.train.dtype
         if table.pretrained:
-            model = load(str(table.path), dtype=dtype)
+            model = load(str(table.path), dtype=dtype, mesh=self.mesh)
         else:
             values = table.config if table.config is not None else Config.read(Path(str(table.path))).values
-            model = _random_model(json.dumps(values), dtype)(for_model)
+            model = _random_model(json.dumps(values), dtype, self.mesh)(for_model)
         if config.lora is None:
             return model, None, cast(model.architecture, model.weights, "float32")
-        return model, model.weights, lora.init(model.architecture, config.lora, for_factors)
+        factors = lora.init(model.architecture, config.lora, for_factors)
+        if self.mesh is not None:
+            factors = lora.rules_of(model.architecture).placed(factors, self.mesh)
+        return model, model.weights, factors
 
     def _identify(self, documents: Documents) -> None:
         """Writes what this run is, or raises where the folder has another run."""
@@ -484,9 +558,19 @@ class Training:
                 raise TrainingError(
                     f"{self.folder} has a run with {changed}; use another folder, or begin anew with --fresh"
                 )
+            wait_for_all(_KNOWN)
             return
         if (self.folder / _CHECKPOINTS).exists():
             raise TrainingError(f"{self.folder} has checkpoints and no {_RUN}; use another folder")
+        wait_for_all(_KNOWN)
+        if is_first():
+            self._write_identity(own)
+        wait_for_all("the run is written")
+        if not path.exists():
+            raise TrainingError(f"{path} is not there, and process 0 wrote it; give all processes one shared folder")
+
+    def _write_identity(self, own: dict[str, Any]) -> None:
+        path = self.folder / _RUN
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(own, indent=1) + "\n")
@@ -494,7 +578,7 @@ class Training:
 
     def _forget(self) -> None:
         """Deletes what an earlier run wrote, if this is the folder of a run."""
-        if not (self.folder / _RUN).exists():
+        if not is_first() or not (self.folder / _RUN).exists():
             return
         for name in _WRITTEN:
             path = self.folder / name
@@ -503,6 +587,16 @@ class Training:
             else:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
+
+
+def _check_rows(table: TrainTable, mesh: Any) -> None:
+    parts = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+    if table.batch_size % parts:
+        spelled = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+        rows = -(-table.batch_size // parts) * parts
+        raise MeshError(
+            f"batch_size={table.batch_size} rows cannot be cut into {parts} parts, {spelled}; use batch_size={rows}"
+        )
 
 
 def _difference(other: Any, own: Any, name: str = "") -> str | None:

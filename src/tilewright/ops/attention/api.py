@@ -1,6 +1,7 @@
 """`flash_attention`: softmax attention over whole sequences, with masks as values."""
 
-from typing import Any
+import typing
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,20 @@ from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
+from tilewright.core.sequence_shards import shard_count
 from tilewright.masks.algebra import Mask, contains
 from tilewright.masks.block_list import FULL, PARTIAL, Grid
 from tilewright.masks.library import Causal, Dense, SlidingWindow
 from tilewright.ops.attention.call import AttentionCall
+from tilewright.ops.attention.context import attend_in_ring, attend_over_heads
 
 _MOST_BIAS_BYTES = 16 * 2**30
 _FARTHEST = 2**30
 # Queries and keys of a block that is searched for a pair that attends; and the pairs that are evaluated at a time where
 # a mask has to be evaluated whole.
 _SEARCHED_BLOCK, _SEARCHED_PAIRS = 256, 2**22
+
+Exchange = Literal["ring", "heads"]
 
 OP = register(
     Op(
@@ -46,6 +51,8 @@ def flash_attention(
     sinks: Float[Array, " H"] | None = None,
     q_offset: int = 0,
     return_logsumexp: bool = False,
+    axis_name: str | None = None,
+    exchange: Exchange | None = None,
     implementation: ImplementationName | None = None,
     config: Config | tuple[Config, ...] | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -79,6 +86,11 @@ def flash_attention(
       sinks: [H], one logit per head that takes weight and has no value. Gradients flow to it.
       q_offset: the position of the first query; a number, known when traced. With S - T the queries are the last ones.
       return_logsumexp: also return logsumexp [B, T, H], float32. Gradients flow through it.
+      axis_name: inside `jax.shard_map`, the mesh axis that T and S are cut over, contiguously: the results are those of
+        the whole sequence. It takes causal, segment_ids, scale and soft_cap, and over heads also masks of
+        `tilewright.masks` and windows.
+      exchange: how, with axis_name: "ring" sends keys and values around, and "heads" exchanges the sequence for heads,
+        which needs KV to be a multiple of the shards. Defaults to "heads" where that holds (docs/parallel.md).
       implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
       config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
@@ -88,6 +100,22 @@ def flash_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _validate_operands(q, k, v)
     unbatched = q.ndim == 3
+    if axis_name is not None:
+        out, logsumexp = _on_shard(
+            q,
+            k,
+            v,
+            axis_name,
+            exchange,
+            segment_ids,
+            causal,
+            {"mask": mask, "window": window},
+            {"bias": bias, "sinks": sinks, "q_offset": q_offset or None},
+            {"scale": scale, "soft_cap": soft_cap, "implementation": implementation, "config": config},
+        )
+        return (out, logsumexp) if return_logsumexp else out
+    if exchange is not None:
+        raise ValueError(f"exchange={exchange!r} without axis_name; give the mesh axis that T is cut over, or neither")
     if unbatched:
         q, k, v = q[None], k[None], v[None]
     (b, t, h, d), s = q.shape, k.shape[1]
@@ -137,6 +165,59 @@ def flash_attention(
     if unbatched:
         out, logsumexp = out[0], logsumexp[0]
     return (out, logsumexp) if return_logsumexp else out
+
+
+def _on_shard(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    axis_name: str,
+    exchange: Exchange | None,
+    segment_ids: Any,
+    causal: bool,
+    only_whole: dict[str, Any],
+    refused: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of a shard of a sequence. `only_whole`: options that need the whole sequence on a device."""
+    shards = shard_count("flash_attention", axis_name)
+    if exchange not in (None, *typing.get_args(Exchange)):
+        raise ValueError(f"exchange={exchange!r} is not known; use 'ring', 'heads', or None")
+    heads = k.shape[-2]
+    if exchange == "heads" and heads % shards:
+        raise ValueError(
+            f"exchange='heads' with KV={heads} heads over {shards} shards of {axis_name!r}; KV must be a multiple of the "
+            f"shards: use exchange='ring'"
+        )
+    way = exchange or ("heads" if heads % shards == 0 else "ring")
+    if isinstance(only_whole["mask"], jax.Array):
+        refused, only_whole = {**refused, "mask": True}, {**only_whole, "mask": None}
+    given = [name for name, value in refused.items() if value is not None]
+    given += [name for name, value in only_whole.items() if value is not None] if way == "ring" else []
+    if given:
+        heads_too = (
+            "" if given[0] in refused else ", or use exchange='heads' on a mesh where KV is a multiple of the shards"
+        )
+        raise ValueError(
+            f"{given[0]} with axis_name={axis_name!r} and exchange={way!r} (KV={heads}, {shards} shards) is not supported; "
+            f"leave it out{heads_too}"
+        )
+    if causal and q.shape[-3] != k.shape[-3]:
+        raise ValueError(f"q is {shown(q)} and k is {shown(k)}; causal with axis_name needs shards of T = S")
+    unbatched = q.ndim == 3
+    if unbatched:
+        q, k, v = q[None], k[None], v[None]
+    ids = _settle_segments(segment_ids, q.shape[0], q.shape[1], k.shape[1], unbatched)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, causal: bool) -> tuple[jax.Array, jax.Array]:
+        given = {name: value for name, value in only_whole.items() if value is not None}
+        results = flash_attention(q, k, v, segment_ids=ids, causal=causal, return_logsumexp=True, **given, **options)
+        assert isinstance(results, tuple)
+        return results
+
+    run = attend_over_heads if way == "heads" else attend_in_ring
+    out, logsumexp = run(attend, q, k, v, None if ids[0] is None else ids, causal, axis_name)
+    return (out[0], logsumexp[0]) if unbatched else (out, logsumexp)
 
 
 def _validate_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

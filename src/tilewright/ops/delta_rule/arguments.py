@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.numerics import accumulator, rounded
+from tilewright.core.segments import checked_cu_seqlens
 
 SMALLEST_WIDTH, LARGEST_WIDTH = 16, 256
 _NORMALIZE_EPSILON = 1e-6
@@ -77,6 +78,17 @@ def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> N
             _check_state(name, arrays[name], [*(leading[:-1] if time_axis else leading), hv, depth, width])
 
 
+def check_packed(cu_seqlens: jax.Array, arrays: dict[str, jax.Array], states: jax.Array | None) -> jax.Array:
+    """Checks where packed sequences begin and end, and the shape of their states. Returns cu_seqlens as int32."""
+    v, k = arrays["v"], arrays["k"]
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, v, v.shape[-3], batched=v.ndim == 4)
+    if states is not None:
+        _check_state(
+            "initial_state", states, [cu_seqlens.shape[0] - 1, v.shape[-2], k.shape[-1], v.shape[-1]], letters="N, HV"
+        )
+    return cu_seqlens
+
+
 def _check_per_head(name: str, array: jax.Array, shape: list[Any], token: str) -> None:
     if list(array.shape) != shape:
         raise ValueError(f"{name} is {shown(array)}; it must be [B, {token}HV] = {shape}, a number for each value head")
@@ -109,11 +121,11 @@ def _check_gate(op: str, g: jax.Array, per_head: list[Any], depth: int, token: s
     _check_floating("g", g)
 
 
-def _check_state(name: str, state: jax.Array, shape: list[Any]) -> None:
+def _check_state(name: str, state: jax.Array, shape: list[Any], letters: str = "B, HV") -> None:
     if list(state.shape) != shape:
         transposed = list(state.shape) == [*shape[:-2], shape[-1], shape[-2]]
         remedy = "; it looks transposed: pass jnp.swapaxes(state, -1, -2)" if transposed else ""
-        raise ValueError(f"{name} is {shown(state)}; it must be [B, HV, K, V] = {shape}{remedy}")
+        raise ValueError(f"{name} is {shown(state)}; it must be [{letters}, K, V] = {shape}{remedy}")
     if state.dtype.name not in ("float32", "float64"):
         raise ValueError(f"{name} has dtype {state.dtype.name}; states are float32: pass {name}.astype(jnp.float32)")
 

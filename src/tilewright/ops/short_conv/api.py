@@ -11,7 +11,11 @@ from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import refuse_explicit
+from tilewright.core.segments import checked_cu_seqlens
+from tilewright.core.sequence_shards import of_last, shard_count
 from tilewright.ops.short_conv.call import ShortConvCall
+from tilewright.ops.short_conv.context import state_before
+from tilewright.ops.short_conv.packed import run_packed
 
 MIN_WIDTH, MAX_WIDTH = 2, 8
 _ACTIVATIONS = (None, "silu")
@@ -33,11 +37,13 @@ def short_conv(
     *,
     bias: Float[Array, " D"] | None = None,
     activation: Activation = None,
-    initial_state: Float[Array, "*B W-1 D"] | None = None,
+    initial_state: Float[Array, "*N W-1 D"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
+    cu_seqlens: Int[Array, " ends"] | None = None,
+    axis_name: str | None = None,
     implementation: ImplementationName | None = None,
     config: Config | tuple[Config, ...] | None = None,
-) -> tuple[Float[Array, "*B T D"], Float[Array, "*B W-1 D"]]:
+) -> tuple[Float[Array, "*B T D"], Float[Array, "*N W-1 D"]]:
     r"""A depthwise causal convolution over time, with bias and activation, and the state that the next call starts
     from.
 
@@ -57,6 +63,13 @@ def short_conv(
       even
         to an equal id before it. `initial_state` belongs to the first token's segment. Only changes inside a call are
         seen.
+      cu_seqlens: [N + 1] integers, ascending from 0 to T: sequence n is the tokens from cu_seqlens[n] to cu_seqlens[n + 1],
+        of an x without B, or with B = 1. Each has its own initial and final state: [N, W-1, D], both. Sequences may be
+        empty. Values that do not ascend from 0 to T are an error where they are known, and make every result NaN where they
+        are traced.
+      axis_name: inside `jax.shard_map`, the mesh axis that T is cut over, contiguously: the results are those of the whole
+        sequence. `initial_state` is then that before the first shard, and final_state that after the last, both the same
+        on every shard.
       implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
       config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
@@ -76,6 +89,12 @@ def short_conv(
             f"x is {shown(x)}; it must be [B, T, D] or [T, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
         )
     _validate_filter(x, w, bias, activation)
+    if cu_seqlens is not None:
+        if segment_ids is not None or axis_name is not None:
+            other = "segment_ids" if segment_ids is not None else "axis_name"
+            raise ValueError(f"cu_seqlens and {other} are both given; cu_seqlens says all of it: leave {other} out")
+        options = {"bias": bias, "activation": activation, "implementation": implementation, "config": config}
+        return _packed(x, w, initial_state, jnp.asarray(cu_seqlens), **options)
     _validate_state("initial_state", initial_state, x, (*x.shape[:-2], w.shape[0] - 1, x.shape[-1]))
     _validate_segments(segment_ids, x)
 
@@ -85,14 +104,35 @@ def short_conv(
         initial_state, segment_ids = (None if a is None else a[None] for a in (initial_state, segment_ids))
     batch, length, d = x.shape
     refuse_explicit("short_conv", ShortConvCall, x=x, w=w, bias=bias, segment_ids=segment_ids)
+    if axis_name is not None:
+        shard_count("short_conv", axis_name)
     if batch and length:
         reach = None if segment_ids is None else _reach(segment_ids, w.shape[0])
+        if axis_name is not None:
+            initial_state = state_before(x, initial_state, segment_ids, reach, w.shape[0], axis_name)
         call = ShortConvCall(x=x, w=w, bias=bias, state=initial_state, reach=reach, activation=activation)
         y, final_state = OP.run(call, implementation=implementation, config=config)
+        final_state = final_state if axis_name is None else of_last(final_state, axis_name)
     else:
         y = x
         final_state = jnp.zeros((batch, w.shape[0] - 1, d), x.dtype) if initial_state is None else initial_state
     return (y, final_state) if batched else (y[0], final_state[0])
+
+
+def _packed(
+    x: jax.Array, w: jax.Array, states: jax.Array | None, cu_seqlens: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`short_conv` of packed sequences with a state each."""
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, x, x.shape[-2], batched=x.ndim == 3)
+    shape = (cu_seqlens.shape[0] - 1, w.shape[0] - 1, x.shape[-1])
+    _validate_state("initial_state", states, x, shape)
+    states = jnp.zeros(shape, x.dtype) if states is None else states
+
+    def run(inputs: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return short_conv(inputs, w, segment_ids=segment_ids, **options)[0]
+
+    y, final = run_packed(run, x.reshape(x.shape[-2:]), states, cu_seqlens)
+    return y.reshape(x.shape), final
 
 
 def short_conv_step(

@@ -1,0 +1,78 @@
+"""A mesh of devices whose axes have the names that the rules of the models know."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""The axes of a mesh, from the one whose devices exchange the least to the one whose devices exchange the most: the last
+axis gets the devices that are the nearest to each other."""
+
+
+class MeshError(ValueError):
+    """A mesh that these devices, or this model, cannot have. The text is one line."""
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    devices: Sequence[Any] | None = None,
+    axis_type: AxisType = AxisType.Explicit,
+) -> Mesh:
+    """A mesh of all devices, with the axes that are larger than 1, and "data" always.
+
+    Args:
+      data: copies of the model, each with a part of the batch.
+      fsdp: parts of every weight, which are gathered where they are used; they have parts of the batch, too.
+      tensor: parts of heads, hidden channels and the vocabulary.
+      expert: parts of the experts.
+      pipeline: parts of the layers.
+      context: parts of a sequence, for ops inside `jax.shard_map` (`axis_name="context"`).
+      devices: those of the mesh; by default `jax.devices()`, those of all processes. One of the sizes may be -1, which
+        takes the devices that the others leave.
+      axis_type: Explicit puts shardings into the types of arrays, so that nothing is moved that the program does not
+        say. Auto leaves them to the compiler.
+
+    Returns:
+      a `jax.sharding.Mesh`.
+    """
+    sizes = {
+        "pipeline": pipeline, "data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise MeshError(f"{name}={size!r} must be a positive integer, or -1 for the devices that are left")
+    found = list(jax.devices() if devices is None else devices)
+    sizes = _filled(sizes, len(found))
+    spelled = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
+    wanted = math.prod(sizes.values())
+    if wanted != len(found):
+        if wanted > len(found):
+            virtual = f", or set JAX_NUM_CPU_DEVICES={wanted} for virtual ones" if found[0].platform == "cpu" else ""
+            remedy = f"use a smaller mesh{virtual}"
+        else:
+            remedy = f"use data=-1 for all of them, or pass devices=jax.devices()[:{wanted}]"
+        raise MeshError(f"a mesh of {spelled} has {wanted} devices, and there are {len(found)}; {remedy}")
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
+    return jax.make_mesh(tuple(kept.values()), tuple(kept), axis_types=(axis_type,) * len(kept), devices=found)
+
+
+def _filled(sizes: dict[str, int], devices: int) -> dict[str, int]:
+    """The sizes with -1 replaced by what the others leave."""
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if not open_axes:
+        return sizes
+    if len(open_axes) > 1:
+        raise MeshError(f"{' and '.join(open_axes)} are -1; only one axis can take the devices that are left")
+    others = math.prod(size for size in sizes.values() if size != -1)
+    if devices % others:
+        raise MeshError(f"{open_axes[0]}=-1: the other axes have {others} devices, which do not divide {devices}")
+    return sizes | {open_axes[0]: devices // others}

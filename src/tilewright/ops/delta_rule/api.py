@@ -40,14 +40,14 @@ def delta_rule(
     beta: Float[Array, "*B T HV"],
     *,
     scale: float | None = None,
-    initial_state: Float[Array, "*N HV K V"] | None = None,
+    initial_state: Float[Array, "*B HV K V"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     cu_seqlens: Int[Array, " ends"] | None = None,
     normalize_qk: bool = False,
     axis_name: str | None = None,
     implementation: ImplementationName | None = None,
     config: Config | tuple[Config, ...] | None = None,
-) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*N HV K V"]]:
+) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
     r"""The delta rule (DeltaNet): for each key, the value that the state holds is corrected towards the token's value.
 
     For each value head, with S [K, V] starting at `initial_state`, token by token
@@ -108,14 +108,14 @@ def gated_delta_rule(
     beta: Float[Array, "*B T HV"],
     *,
     scale: float | None = None,
-    initial_state: Float[Array, "*N HV K V"] | None = None,
+    initial_state: Float[Array, "*B HV K V"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     cu_seqlens: Int[Array, " ends"] | None = None,
     normalize_qk: bool = False,
     axis_name: str | None = None,
     implementation: ImplementationName | None = None,
     config: Config | tuple[Config, ...] | None = None,
-) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*N HV K V"]]:
+) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
     r"""The gated delta rule (Gated DeltaNet, Qwen3-Next): the delta rule on a state that decays.
 
     For each value head, with S [K, V] starting at `initial_state`, token by token
@@ -155,14 +155,14 @@ def kda(
     beta: Float[Array, "*B T HV"],
     *,
     scale: float | None = None,
-    initial_state: Float[Array, "*N HV K V"] | None = None,
+    initial_state: Float[Array, "*B HV K V"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     cu_seqlens: Int[Array, " ends"] | None = None,
     normalize_qk: bool = False,
     axis_name: str | None = None,
     implementation: ImplementationName | None = None,
     config: Config | tuple[Config, ...] | None = None,
-) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*N HV K V"]]:
+) -> tuple[Float[Array, "*B T HV V"], Float[Array, "*B HV K V"]]:
     r"""Kimi Delta Attention: the delta rule on a state of which each key channel decays at a rate of its own.
 
     For each value head, with S [K, V] starting at `initial_state`, token by token

@@ -37,13 +37,13 @@ def short_conv(
     *,
     bias: Float[Array, " D"] | None = None,
     activation: Activation = None,
-    initial_state: Float[Array, "*N W-1 D"] | None = None,
+    initial_state: Float[Array, "*B W-1 D"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     cu_seqlens: Int[Array, " ends"] | None = None,
     axis_name: str | None = None,
     implementation: ImplementationName | None = None,
     config: Config | tuple[Config, ...] | None = None,
-) -> tuple[Float[Array, "*B T D"], Float[Array, "*N W-1 D"]]:
+) -> tuple[Float[Array, "*B T D"], Float[Array, "*B W-1 D"]]:
     r"""A depthwise causal convolution over time, with bias and activation, and the state that the next call starts
     from.
 

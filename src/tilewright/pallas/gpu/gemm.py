@@ -60,7 +60,7 @@ from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops, with_a
 
 BLOCK_N, STAGES, BAND = 256, 4, 8
 """What heuristics take: the widest tile, as many stages as fit beside it, and block rows whose operands stay in the L2."""
-_SCALED_BLOCK_N, _SCALED_STAGES = 128, 6  # Scaled sums have registers of their own, so the tile is half as wide.
+_SCALED_BLOCK_N, _SCALED_STAGES = 128, 4  # Scaled sums have registers of their own, so the tile is half as wide.
 _SCALED_PIECES = 2  # Of products in a turn of the loop. With four, registers are spilled.
 MEMORY_FIELDS = "a smaller block_n or stages"
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import tilewright
 from tests.ops.composition import mesh_of
 from tilewright import moe_combine, moe_dispatch, moe_load_balance_loss, moe_route, moe_sort, moe_z_loss
 
@@ -222,6 +223,24 @@ def equations_in(jaxpr: Any) -> list[Any]:
             inner = getattr(value, "jaxpr", value)
             found += equations_in(inner) if hasattr(inner, "eqns") else []
     return found
+
+
+def test_rows_that_a_gpu_copies_as_32_bits_are_the_same_bits() -> None:
+    x, weights = draw(7, D, dtype="bfloat16"), draw(7, K, seed=1)
+    order = moe_sort(jax.random.randint(jax.random.key(2), (7, K), 0, E), E)
+
+    def there_and_back(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return moe_combine(moe_dispatch(x, order) * 3, weights, order)
+
+    def results() -> Any:
+        y, pull_back = jax.vjp(there_and_back, x, weights)
+        return y, pull_back(draw(7, D, dtype="bfloat16", seed=3))
+
+    expected = results()
+    with tilewright.target("h200"):
+        found = results()
+        assert "uint32" in str(jax.make_jaxpr(there_and_back)(x, weights))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_nothing_scatters_and_no_array_has_tokens_times_experts() -> None:

@@ -1,11 +1,26 @@
 """Block sizes of matrix products."""
 
+from tilewright.core.config import search_over
 from tilewright.pallas.gpu.tile_config import GemmTiles
 from tilewright.pallas.tpu.tile_config import ProductBlocks, product_choices
 
 
 class MatmulSm90Forward(GemmTiles):
-    """The tile of y, the order of the tiles, and the split of the registers."""
+    """The tile of y, the order of the tiles, and the split of the registers.
+
+    A `block_m` of 16, 32 or 64 is for few rows (sm90_few_rows.py, or weight_only.py for quantised weights): a tile has 128
+    columns then, whatever `block_n` says.
+    """
+
+    choices = GemmTiles.choices | search_over(block_m=(16, 32, 64, 128), splits=(1, 2, 4, 8, 16))
+
+    splits: int = 1
+    """Thread blocks that divide the contracted axis of a tile between them, with few rows and weights that are not
+    quantised."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_integers("splits", use=1)
 
 
 class MatmulSm90Backward(GemmTiles):

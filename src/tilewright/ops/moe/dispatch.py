@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from tilewright.core.numerics import accumulator
+from tilewright.core.target import current_chip
 
 
 @jax.tree_util.register_dataclass
@@ -53,10 +54,43 @@ def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="promise_in_bounds")
 
 
+def _moves_pairs(x: jax.Array) -> bool:
+    """Whether rows of x are better copied as 32 bits. On GPUs XLA copies an element at a time: 16 bits take 1.4 times as
+    long.
+    """
+    return x.dtype == jnp.bfloat16 and x.shape[1] % 2 == 0 and current_chip((x,)).platform == "gpu"
+
+
+def _as_pairs(x: jax.Array) -> jax.Array:
+    """[N, D] of 16 bits as [N, D / 2] of 32."""
+    return jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
+
+
+def _of_pairs(pairs: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(pairs, dtype).reshape(pairs.shape[0], -1)
+
+
+def _copied_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`_rows`, where they are written to memory as they are."""
+    return _of_pairs(_rows(_as_pairs(x), index), x.dtype) if _moves_pairs(x) else _rows(x, index)
+
+
+def _scaled_rows(x: jax.Array, index: jax.Array, scales: jax.Array) -> jax.Array:
+    """The rows of x [N, D] at an index, each times its scale, in the dtype of x. Scales have that of its sums."""
+    if not _moves_pairs(x):
+        return (_rows(x, index).astype(scales.dtype) * scales[:, None]).astype(x.dtype)
+    pairs = _rows(_as_pairs(x), index)
+    # The float32 values of the two halves, and the products' bfloat16 bits.
+    values = pairs << 16, pairs & jnp.uint32(0xFFFF0000)
+    products = (jax.lax.bitcast_convert_type(each, jnp.float32) * scales[:, None] for each in values)
+    low, high = (jax.lax.bitcast_convert_type(each.astype(x.dtype), jnp.uint16).astype(jnp.uint32) for each in products)
+    return _of_pairs(low | (high << 16), x.dtype)
+
+
 @jax.custom_vjp
 def dispatch(x: Float[Array, "N D"], sorting: ExpertOrder) -> Float[Array, "M D"]:
     """Each pair's row of x, sorted by expert."""
-    return _rows(x, sorting.order // sorting.inverse.shape[1])
+    return _copied_rows(x, sorting.order // sorting.inverse.shape[1])
 
 
 def _dispatch_save(x: jax.Array, sorting: ExpertOrder) -> tuple[jax.Array, ExpertOrder]:
@@ -97,12 +131,12 @@ def _combine_pull_back(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array,
     rows, weights, sorting = saved
     k, accumulate = weights.shape[1], accumulator(rows.dtype)
     of_row = _rows(weights.reshape(-1), sorting.order).astype(accumulate)  # [M]
-    d_rows = _rows(dy, sorting.order // k).astype(accumulate) * of_row[:, None]  # [M, D]
+    d_rows = _scaled_rows(dy, sorting.order // k, of_row)  # [M, D]
     wide = dy.astype(accumulate)
     d_weights = [
         jnp.sum(_rows(rows, sorting.inverse[:, choice]).astype(accumulate) * wide, axis=1) for choice in range(k)
     ]
-    return d_rows.astype(rows.dtype), jnp.stack(d_weights, axis=1).astype(weights.dtype), None
+    return d_rows, jnp.stack(d_weights, axis=1).astype(weights.dtype), None
 
 
 combine.defvjp(_combine_save, _combine_pull_back)

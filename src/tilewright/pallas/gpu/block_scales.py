@@ -11,20 +11,28 @@ from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.gemm import Gemm
 from tilewright.pallas.gpu.registers import along_rows, load_along_columns, load_row_vector
+from tilewright.pallas.gpu.staging import WIDTH
 from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 DEPTH = 128
 """Values of the contracted axis that share a scale, and that a step of the main loop has."""
 
 
-def refused_operands(call: Any, config: Any) -> str | None:
-    """Why the operands of a call of products (core/products.py) cannot be multiplied here; or None."""
+def refused_operands(call: Any, config: Any, *, parts: int = 1) -> str | None:
+    """Why the operands of a call of products (core/products.py) cannot be multiplied here, in tiles of so many parts; or
+    None.
+    """
     x, w, x_scales, w_scales = call.x, call.w, call.x_scales, call.w_scales
     if x_scales is None and (reason := not_bfloat16(x, ("x", "w"))):
         return reason
     if config.block_m < 64 and not weight_only.converts(call, config):
         why = "w is not quantised, or x is" if w_scales is None or x_scales is not None else weight_only.refused(call)
         return f"block_m={config.block_m} is for quantised weights that the kernel converts, and {why}; use block_m=128"
+    if not weight_only.converts(call, config) and config.block_n % (WIDTH * parts):
+        return (
+            f"block_n={config.block_n} has {config.block_n // parts} columns of gates, and a tile is stored in parts of "
+            f"{WIDTH}; use block_n={2 * WIDTH} or {4 * WIDTH}"
+        )
     if x_scales is None:
         return None
     if call.w_dtype == "int4":

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
 
 from tilewright.pallas.gpu.kernel import interpreted, tile
-from tilewright.pallas.gpu.registers import column_indices, row_indices, store_masked
+from tilewright.pallas.gpu.registers import WGMMA, column_indices, row_indices, store_masked
 
 BUFFERS = 2
 WIDTH = 64
@@ -86,3 +89,32 @@ def store_rows(value: jax.Array, ref: Any, row: Any, column: Any, first: Any, en
 
         pl.when((count & power) != 0)(store_part)
         done, power = done + (count & power), power // 2
+
+
+def store_transposed(value: jax.Array, ref: Any, row: Any, column: Any, first: Any, end: Any) -> None:
+    """Stores a tile [columns, rows] of y^T at `row` and `column` of y: its rows from `first` to before `end`, no others,
+    and no columns past the end of y. Each thread stores by itself: y is small beside the weights.
+    """
+    value = value.astype(ref.dtype)
+    if interpreted():
+        store_rows(value.T, ref, row, column, first, end)
+        return
+    columns, rows = value.shape
+    of_row = column_indices((columns, rows), 0)
+    inside = (of_row >= first) & (of_row < end) & (row_indices((columns, rows)) + column < ref.shape[-1])
+
+    def body(_: Any, ref: Any, value: Any, mask: Any) -> None:
+        places = value.layout.thread_idxs(value.shape)
+        for (place, of_row), register, keep in zip(places, value.registers.flat, mask.registers.flat, strict=True):
+            for each in range(2):
+                position = ir.DenseI64ArrayAttr.get([each])
+                element, kept = (
+                    vector.extract(x, dynamic_position=[], static_position=position) for x in (register, keep)
+                )
+                with mosaic.when(kept):
+                    at = arith.addi(of_row, arith.constant(ir.IndexType.get(), each))
+                    memref.store(element, ref, [at, place])
+
+    types = (plgpu.RefType(), WGMMA, WGMMA)
+    target = ref.at[pl.ds(row, rows), pl.ds(column, columns)]
+    plgpu.inline_mgpu(arg_types=types, return_type=None)(body)(target, value, inside)

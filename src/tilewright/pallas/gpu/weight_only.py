@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import llvm, vector
 
 from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
@@ -52,14 +52,12 @@ from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
     WGMMA,
     along_rows,
-    column_indices,
     load_row_vector,
-    row_indices,
     tile_of_zeros,
     transposed,
 )
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
-from tilewright.pallas.gpu.staging import store_rows
+from tilewright.pallas.gpu.staging import store_transposed
 from tilewright.pallas.gpu.wgmma import Accumulator, with_accumulators
 
 DEPTH = 128
@@ -345,7 +343,7 @@ def _kernel(
                 y = y + poison_ref[0]
             bounds = (tiles_ref[GROUP_START, row], tiles_ref[GROUP_END, row])
             first, end = (jnp.clip(bound - start, 0, product.rows) for bound in bounds)
-            _store_transposed(y, y_ref, start, first_column, first, end)
+            store_transposed(y, y_ref, start, first_column, first, end)
             return before + steps
 
         lax.fori_loop(0, count, one_tile, jnp.int32(0))
@@ -486,32 +484,3 @@ def _as_int32(register: Any) -> Any:
 def _as_bfloat16(bits: Any) -> Any:
     words = vector.broadcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), bits)
     return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), words)
-
-
-def _store_transposed(value: jax.Array, ref: Any, row: Any, column: Any, first: Any, end: Any) -> None:
-    """Stores a tile [columns, rows] of y^T at `row` and `column` of y: its rows from `first` to before `end`, no others,
-    and no columns past the end of y. Each thread stores by itself: y is small beside the weights.
-    """
-    value = value.astype(ref.dtype)
-    if interpreted():
-        store_rows(value.T, ref, row, column, first, end)
-        return
-    columns, rows = value.shape
-    of_row = column_indices((columns, rows), 0)
-    inside = (of_row >= first) & (of_row < end) & (row_indices((columns, rows)) + column < ref.shape[-1])
-
-    def body(_: Any, ref: Any, value: Any, mask: Any) -> None:
-        places = value.layout.thread_idxs(value.shape)
-        for (place, of_row), register, keep in zip(places, value.registers.flat, mask.registers.flat, strict=True):
-            for each in range(2):
-                position = ir.DenseI64ArrayAttr.get([each])
-                element, kept = (
-                    vector.extract(x, dynamic_position=[], static_position=position) for x in (register, keep)
-                )
-                with mosaic.when(kept):
-                    at = arith.addi(of_row, arith.constant(ir.IndexType.get(), each))
-                    memref.store(element, ref, [at, place])
-
-    types = (plgpu.RefType(), WGMMA, WGMMA)
-    target = ref.at[pl.ds(row, rows), pl.ds(column, columns)]
-    plgpu.inline_mgpu(arg_types=types, return_type=None)(body)(target, value, inside)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from tilewright.core.case import Case, Draw, Input, Work
 
 
-def _lengths(room: int) -> Draw:
-    """Unequal lengths, the first the whole room."""
+def _lengths(room: int, least: int) -> Draw:
+    """Unequal lengths from `least` on, the first the whole room."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        drawn = jax.random.randint(key, shape, 1, room + 1, jnp.int32)
+        drawn = jax.random.randint(key, shape, least, room + 1, jnp.int32)
         return jnp.where(jnp.arange(shape[0]) == 0, room, drawn)
 
     return draw
@@ -41,7 +41,7 @@ def _case(
     small: bool = False,
     **options: Any,
 ) -> Case:
-    """A case over caches with room for `s` tokens, in pages if `page` is given. Work is of full caches."""
+    """A case over caches with room for `s` tokens, in pages if `page` is given. Work is of full caches, which the large cases have."""
     (h, kv), dv = heads, dv or d
     inputs = {"q": Input((b, t, h, d))}
     if page is None:
@@ -54,7 +54,7 @@ def _case(
             "v_pages": Input((pool, page, kv, dv)),
             "page_table": Input((b, per_sequence), _pages(pool), dtype="int32", differentiable=False),
         }
-    inputs["lengths"] = Input((b,), _lengths(s), dtype="int32", differentiable=False)
+    inputs["lengths"] = Input((b,), _lengths(s, 1 if small else s), dtype="int32", differentiable=False)
     if sinks:
         inputs["sinks"] = Input((h,), dtype="float32")
     cache = b * s * kv * (d + dv)

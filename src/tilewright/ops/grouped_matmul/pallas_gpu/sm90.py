@@ -430,7 +430,7 @@ FORWARD = Pass(
     _forward,
     config=GroupedMatmulSm90Forward,
     heuristic=_heuristic,
-    unsupported_reason=lambda call, launch: refused_operands(call, launch.config),
+    unsupported_reason=lambda call, launch: refused_operands(call, launch.config, parts=call.parts),
     memory=_forward_memory,
     memory_fields=MEMORY_FIELDS,
     saved="M . N",

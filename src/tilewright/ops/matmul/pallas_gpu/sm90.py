@@ -37,6 +37,7 @@ from tilewright.core.implementation import Launch, Pass
 from tilewright.core.products import d_product, dequantized_weights
 from tilewright.ops.matmul.call import MatmulCall
 from tilewright.ops.matmul.config import MatmulSm90Backward, MatmulSm90Forward
+from tilewright.ops.matmul.pallas_gpu import sm90_few_rows as few_rows
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands, scaled_at_end
@@ -45,6 +46,7 @@ from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whol
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import load_along_columns, load_tile
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, stored_columns
+from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 _CLUSTER = 2
 
@@ -187,6 +189,8 @@ def _kernel_dtype(call: MatmulCall, gemm: Gemm) -> Any:
 
 def _forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
+    if few_rows.takes(call, launch.config):
+        return few_rows.forward(call, launch, save=save)
     if weight_only.converts(call, launch.config):
         return _with_converted_weights(call, launch, save=save)
     gemm = _forward_gemm(call, launch)
@@ -260,6 +264,8 @@ def _epilogue_gradients(call: MatmulCall, dz: jax.Array, dy: jax.Array, **gradie
 
 
 def _forward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
+    if few_rows.takes(call, launch.config):
+        return {"forward": few_rows.memory(call, launch)}
     if weight_only.converts(call, launch.config):
         return {"forward": weight_only.of_call(call, launch).memory}
     gemm = _forward_gemm(call, launch)
@@ -278,7 +284,7 @@ def _backward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
 
 def _heuristic(chip: Chip, call: MatmulCall) -> MatmulSm90Forward:
     m, _, _ = call.sizes
-    return largest_tile(
+    return few_rows.heuristic(chip, call) or largest_tile(
         MatmulSm90Forward,
         chip,
         lambda config: _forward_memory(call, Launch(chip, config, None)),
@@ -288,11 +294,16 @@ def _heuristic(chip: Chip, call: MatmulCall) -> MatmulSm90Forward:
     )
 
 
+def _refused(call: MatmulCall, launch: Launch) -> str | None:
+    few = few_rows.takes(call, launch.config)
+    return not_bfloat16(call.x, ("x", "w")) if few else refused_operands(call, launch.config, parts=call.parts)
+
+
 FORWARD = Pass(
     _forward,
     config=MatmulSm90Forward,
     heuristic=_heuristic,
-    unsupported_reason=lambda call, launch: refused_operands(call, launch.config),
+    unsupported_reason=_refused,
     memory=_forward_memory,
     memory_fields=MEMORY_FIELDS,
     saved="*tokens . N",

@@ -1,38 +1,62 @@
-"""The delta rule and its relatives as Mosaic TPU kernels: one for the forward (fwd.py) and one for the backward
-(bwd.py).
+"""The delta rule and its relatives as Mosaic TPU kernels: one for the forward (fwd.py, intra_chunk.py) and one for the
+backward (bwd.py).
 
-The algebra of a chunk is that of wy_transform.py, which `xla` runs too; one kernel serves the three ops. Only the op
-that has a gate pays for it: without a gate the decays of a head are a mask, and only one gate per channel (KDA) scales
-operands.
+The algebra of a chunk is that of wy_transform.py; the forward has it in another form, which intra_chunk.py describes.
+One kernel serves the three ops. Only the op that has a gate pays for it: without a gate the decays of a head are a mask,
+and only one gate per channel (KDA) scales operands. In the forward a reset is a gate of -16384, which forgets
+everything: resets take no code of their own, and give `delta_rule` a gate.
 
 Floor: q, k, v, g and beta read once, o written once: 8 D bytes per token and head in bfloat16 for K = V = D (KDA: 4 D
-more). Here: that, and the gates once more, as rows and as columns (512 bytes per token for the columns of the heads of
-a block:
-they are padded to whole lanes). FLOPs per token and head: 2 C (2 K + 2 V) inside a chunk of C, 6 K V for the state, and
-the inverse.
+more). The forward: that, and a row of 128 numbers per chunk and two heads, for beta and for one gate per head each. The
+backward also reads gates as columns (512 bytes per token for the heads of a block: they are padded to whole lanes).
+FLOPs per token and head: 2 C (2 K + 2 V) inside a chunk of C = 64 tokens, 6 K V for the state, and the inverse.
 
-Blocking: grid (B, HV / heads, num_t), the first two in parallel, time in order. A block is 8 chunks of 64 tokens of up
-to 4 heads. The states [heads, K, V] stay in VMEM scratch for the whole sequence. Heads lie side by side in the lanes,
-so that the [64, 64] matrices of two of them fill a register; products of such are with block-diagonal matrices.
+Blocking: grid (B, HV / heads, num_t), the first two in parallel, time in order. A block is 8 chunks of up to 4 heads.
+The states [heads, K, V] stay in VMEM scratch for the whole sequence.
+
+The forward has two loops over the chunks of a block. The first computes what does not depend on the state, and leaves it
+in VMEM: the scores, the inverse T, and W = [M; (onward k)^T] b T. Four chunks go through it in lock step, stage by
+stage, written as generators that are run in turns: the compiler keeps close to the order of the program, and phases that
+would follow each other (exponentials, transposes, chains of small products) overlap. The second takes the states through
+the chunks, in two products each: [q; k] S, and W R. Between them are loops for KDA's strong gates, below.
+
+What a product costs on a v6e is its rows and those of its weights, 16 of which take about 2 bundles, whatever their
+width. So operands lie such that MXUs of 256 x 256 are full: hi and lo side by side along the contracted axis, hi and lo
+of the weights side by side in the width, two heads in block diagonals.
+
+KDA's gates are mild in a chunk if those of each channel add up to at most 72 by magnitude. Then q exp(a), k exp(a) and
+k exp(-a), with a the sums from the start of the chunk, serve all products: scores are one product, and q exp(a) reads
+the state. That is computed for every chunk. A flag in SMEM says where gates are stronger; there W is computed again and
+overwritten, with scores from a product for each halving of the chunk down to blocks of 8 tokens (wy_transform.py), and
+one product for the diagonal blocks, scaled by sums from the start of a block. If gates add up to more than 72 within 8
+tokens, a third time, with halvings down to single tokens. Rows up to which the gates are mild keep their scores to the
+bit: no output depends on a later gate. float32 inputs take all halvings always.
 
 Numerics: states, decays, inverses and accumulators in float32. float32 inputs are multiplied in float32 (six passes).
-With bfloat16 inputs a product of float32 operands is a bf16x3 product, hi*hi + lo*hi + hi*lo, concatenated along the
-contracted axis; a v6e, 256 deep, does two terms of depth 128 at once.
+With bfloat16 inputs a product of float32 operands is a bf16x3 product, hi*hi + lo*hi + hi*lo.
 
-Limits: K and V are padded to multiples of 128. VMEM bounds the heads and chunks of a block.
+Limits: K and V are padded to multiples of 128. VMEM bounds the heads and chunks of a block. A block of heads that is not
+a multiple of 4 computes inverses of zeros, unless several chunks are interleaved.
 
-What bounds it, by libtpu 0.0.50.1's schedule for a v6e (K = V = 128, H16, T8192, bfloat16): not one unit, but phases
-that follow each other: broadcasts over lanes for the gates and transposes of keys (both XLUs full), the decays and
-scores (VALUs full), the chain of six products of the inverse (everything waits). MXUs are a quarter busy and VALUs 29
-%. What is left to do is to overlap the inverse of the next chunk with the state passage of this one; keys are
-transposed twice, too.
+What bounds it, by libtpu 0.0.50.1's schedule for a v6e (K = V = 128, bfloat16): KDA takes 405 bundles per chunk and head
+with mild gates and 873 with strong ones, 3.75 and 8.1 times what its bytes take; 163 of them are the state passage. One
+gate per head takes 322, 4.4 times what its bytes take, and 290 with eight chunks interleaved, which compiles for longer.
+The MXUs are busy for 42 to 47 % of them, and the VALUs for 42 to 45 %. docs/measurements has the other figures.
 
-Tried, in bundles per chunk and head by the same schedule:
+Tried, in bundles per chunk and head by the same schedule (one gate per head, in the forward that this one replaced, which
+took 582 at last):
 - the inverse by products alone, from single tokens up: 774. Ten products follow each other, and the masks of each level
   were made from iotas each time. Blocks of 8 by one substitution for all heads, and masks read from VMEM: 594;
 - all loads of a step before all its stores, so that heads may overlap: 562;
 - eight heads per block, four side by side: 501, and twice the code, which doubles the time to compile it;
 - a Neumann series for the inverse: shorter, and wrong for similar keys (wy_transform.py).
+Prototypes of this design (KDA, which took 1,317 before):
+- one bfloat16 term for every operand: 239, with more than twice the error of a rounded output;
+- T [v | k], and U = T v - (T k) S for the state passage, instead of W: as many products in the second loop, one more in
+  the first;
+- the state passage beside the first loop of the next chunks, through buffers whose slots are data: 355, where one after
+  the other was 300;
+- the two loops as two kernels: moves 177 KB more per chunk and head, where all else moves 98.
 """
 
 from tilewright.core.implementation import Implementation

@@ -156,22 +156,28 @@ class Layout:
         work = _TEMPORARIES * self.chunk * 2 * max(self.depth, self.width) * _FLOAT32_BYTES
         return kernel.vmem_bytes(temporaries=work)
 
-    def input_blocks(self, order: Order = lambda t: t) -> dict[str, Block | None]:
-        """The inputs that both kernels have, with what a grid step (batch, group, step) sees of them."""
-        dtype, gate, whole = self.call.q.dtype, self.call.gate, self.heads % self.shared == 0
+    def sequence_blocks(self, order: Order = lambda t: t) -> dict[str, Block | None]:
+        """q, k, v and one gate per channel, with what a grid step (batch, group, step) sees of them."""
+        dtype, whole = self.call.q.dtype, self.heads % self.shared == 0
         queries = Block(
             (1, self.block_t, self.query_heads * self.depth),
             dtype,
             lambda i, j, t: (i, order(t), j if whole else j * self.heads // self.shared),
         )
-        columns = Block((1, 1, self.block_t, self.num_columns), jnp.float32, lambda i, j, t: (i, j, order(t), 0))
-        blocks: dict[str, Block | None] = {
+        return {
             "q": queries,
             "k": queries,
             "v": self.token_block(self.width, dtype, order),
-            "g": self.token_block(self.depth, jnp.float32, order) if gate == "channel" else None,
+            "g": self.token_block(self.depth, jnp.float32, order) if self.call.gate == "channel" else None,
+        }
+
+    def input_blocks(self, order: Order = lambda t: t) -> dict[str, Block | None]:
+        """The inputs that the backward kernel shares with the forward pass."""
+        columns = Block((1, 1, self.block_t, self.num_columns), jnp.float32, lambda i, j, t: (i, j, order(t), 0))
+        blocks: dict[str, Block | None] = {
+            **self.sequence_blocks(order),
             "columns": columns,
-            "rows": self.rows_block(self.num_rows, order) if gate == "head" or self.packed else None,
+            "rows": self.rows_block(self.num_rows, order) if self.call.gate == "head" or self.packed else None,
         }
         for name in ("triangles", "own", "halves", "small", "reach", "passage"):
             mask = self.mask_arrays.get(name)
@@ -239,6 +245,11 @@ def _origin(rank: int) -> Callable[..., tuple[int, ...]]:
     return lambda i, j, t: (0,) * rank
 
 
+def padded_tokens(x: jax.Array, layout: Layout) -> jax.Array:
+    """[B, T, ...] padded with zeros to whole blocks of tokens."""
+    return jnp.pad(x, [(0, 0), (0, layout.t - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
 def merge_heads(x: jax.Array, layout: Layout, width: int) -> jax.Array:
     """[B, T, heads, D] as [B, T, heads * width], padded with zeros."""
     b, t, heads, d = x.shape
@@ -272,18 +283,14 @@ def _per_head(x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
 def input_arrays(layout: Layout) -> dict[str, jax.Array]:
     """The arrays of `Layout.input_blocks`, by name."""
     call, b, t = layout.call, layout.b, layout.t
-
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, t - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-
     arrays = {
         "q": merge_heads(call.q, layout, layout.depth),
         "k": merge_heads(call.k, layout, layout.depth),
         "v": merge_heads(call.v, layout, layout.width),
     }
-    columns, rows = [_per_head(padded(call.beta), layout)[0]], []
+    columns, rows = [_per_head(padded_tokens(call.beta, layout), layout)[0]], []
     if call.g is not None:
-        g = padded(jnp.maximum(call.g, LOWEST_GATE))
+        g = padded_tokens(jnp.maximum(call.g, LOWEST_GATE), layout)
         if call.gate == "channel":
             arrays["g"] = merge_heads(g, layout, layout.depth)
         else:
@@ -293,7 +300,7 @@ def input_arrays(layout: Layout) -> dict[str, jax.Array]:
                 columns.append(column)
                 rows.append(row)
     if call.resets is not None:
-        starts = padded(call.resets).reshape(b, -1, layout.chunk)
+        starts = padded_tokens(call.resets, layout).reshape(b, -1, layout.chunk)
         segments = jnp.cumsum(starts, axis=2, dtype=jnp.int32).astype(jnp.float32)
         columns.append(jnp.broadcast_to(segments.reshape(b, 1, t, 1), (b, layout.groups, t, 1)))
         each = segments.reshape(b, 1, layout.num_t, layout.block_chunks, 1, layout.chunk)
@@ -365,13 +372,13 @@ def chunk_of(refs: Mapping[str, Any], index: Any, pack: tuple[int, ...], layout:
 
 
 def pass_chunk(
-    refs: Mapping[str, Any], index: Any, state: Callable[[int], jax.Array], layout: Layout, *, outputs: bool
-) -> tuple[list[jax.Array], list[tuple[Any, tuple[jax.Array, ...]]]]:
-    """Takes the states of all heads of a block, `state(head)`, through chunk `index`.
+    refs: Mapping[str, Any], index: Any, state: Callable[[int], jax.Array], layout: Layout
+) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]]]:
+    """Takes the states of all heads of a block, `state(head)`, through chunk `index`, without outputs.
 
-    Returns for each pack the inverse, and the outputs, if asked for, with the states after the chunk. All packs advance
-    together, stage by stage, and nothing is stored: a store keeps the scheduler from moving later loads before it, and
-    with them all that the next heads could do while these wait for their products.
+    Returns the inverse and the states after the chunk, for each pack. All packs advance together, stage by stage, and
+    nothing is stored: a store keeps the scheduler from moving later loads before it, and with them all that the next
+    heads could do while these wait for their products.
     """
     packs = layout.packs
     chunks = [chunk_of(refs, index, pack, layout, upcast=False) for pack in packs]
@@ -379,7 +386,6 @@ def pass_chunk(
     decays = [chunk.decay for chunk in chunks]
     matrices = [scores(chunk, decay) for chunk, decay in zip(chunks, decays, strict=True)]
     inverted = inverses([m[1] for m in matrices], chunks[0].mask, len(packs[0]), layout.precision, pltpu.roll)
-    reads = [m[0] if outputs else None for m in matrices]
     erase = [m[1] for m in matrices]
-    given = zip(before, chunks, decays, reads, erase, inverted, strict=True)
-    return inverted, [advance(*one) for one in given]
+    given = zip(before, chunks, decays, [None] * len(packs), erase, inverted, strict=True)
+    return inverted, [advance(*one)[1] for one in given]

@@ -16,6 +16,7 @@ Where a query head serves more value heads than a block has, its gradients are w
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,8 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tilewright.core.call import power_of_two
-from tilewright.core.chip import MIB, ROW_TILE, Chip
+from tilewright.core.chip import MIB, Chip
 from tilewright.core.dispatch import Unsupported
 from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.delta_rule.call import DeltaRuleCall
@@ -42,28 +42,31 @@ from tilewright.ops.delta_rule.pallas_tpu.blocks import (
     unpadded_state,
     unsupported_reason,
 )
+from tilewright.ops.delta_rule.pallas_tpu.intra_chunk import CHUNK
 from tilewright.ops.delta_rule.wy_transform import Chunk, advance, scores
 from tilewright.pallas.tpu.kernel import Block, Kernel, Output
 
-_CHUNK, _BLOCK_CHUNKS, _MOST_HEADS = 64, 8, 4
+_BLOCK_CHUNKS, _MOST_HEADS = 8, 4
 
 
-def token_blocks(chip: Chip, call: DeltaRuleCall) -> tuple[int, int]:
-    """Tokens per chunk and chunks per block, for both kernels: what fits this one, which needs more VMEM, with one head."""
-    t = call.q.shape[1]
-    chunk = min(max(power_of_two(t), ROW_TILE), _CHUNK)
-    block_chunks = min(pl.cdiv(t, chunk), _BLOCK_CHUNKS)
-    while block_chunks > 1 and _vmem_bytes(Layout(call, chunk, block_chunks, 1, 1)) > (chip.vmem_bytes or math.inf):
+def block_chunks_that_fit(chip: Chip, call: DeltaRuleCall) -> int:
+    """Chunks per block, for both kernels: what fits this one, which needs more VMEM, with one head."""
+    block_chunks = max(1, min(pl.cdiv(call.q.shape[1], CHUNK), _BLOCK_CHUNKS))
+    while block_chunks > 1 and _vmem_bytes(Layout(call, CHUNK, block_chunks, 1, 1)) > (chip.vmem_bytes or math.inf):
         block_chunks //= 2
-    return chunk, block_chunks
+    return block_chunks
+
+
+def head_counts(call: DeltaRuleCall) -> Iterator[int]:
+    """Heads per block to try, the most first. They share query heads evenly: whole groups, or parts of one."""
+    hv = call.v.shape[2]
+    group = hv // call.q.shape[2]
+    return (n for n in range(_MOST_HEADS, 1, -1) if hv % n == 0 and (n % group == 0 or group % n == 0))
 
 
 def backward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleTpuBackward:
     """The most heads per block whose kernel fits the chip's VMEM; 1 if none does."""
-    h, hv = call.q.shape[2], call.v.shape[2]
-    group = hv // h
-    # The heads of a block share query heads evenly: they are whole groups, or a group is whole blocks.
-    for heads in (n for n in range(_MOST_HEADS, 1, -1) if hv % n == 0 and (n % group == 0 or group % n == 0)):
+    for heads in head_counts(call):
         config = DeltaRuleTpuBackward(heads)
         if _vmem_bytes(_expected_layout(call, Launch(chip, config, None))) <= (chip.vmem_bytes or math.inf):
             return config
@@ -71,8 +74,9 @@ def backward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleTpuBackward:
 
 
 def _expected_layout(call: DeltaRuleCall, launch: Launch) -> Layout:
-    """The layout with the chunks and blocks that the forward takes without a config."""
-    return Layout(call, *token_blocks(launch.chip, call), launch.config.heads, launch.config.side_by_side)
+    """The layout with the blocks that the forward takes without a config."""
+    block_chunks = block_chunks_that_fit(launch.chip, call)
+    return Layout(call, CHUNK, block_chunks, launch.config.heads, launch.config.side_by_side)
 
 
 def _backward_kernel(
@@ -109,10 +113,8 @@ def _backward_kernel(
 
     def forwards(index: jax.Array, carry: Any) -> Any:
         """Recomputes the states before each chunk, and the inverses."""
-        inverted, results = pass_chunk(
-            input_refs, index, lambda head: state_scratch[index, head], layout, outputs=False
-        )
-        for position, (pack, (_, after)) in enumerate(zip(packs, results, strict=True)):
+        inverted, results = pass_chunk(input_refs, index, lambda head: state_scratch[index, head], layout)
+        for position, (pack, after) in enumerate(zip(packs, results, strict=True)):
             inverse_scratch[index, position] = inverted[position]
             for head, state in zip(pack, after, strict=True):
                 state_scratch[index + 1, head] = state

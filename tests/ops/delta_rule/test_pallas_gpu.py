@@ -41,11 +41,12 @@ def test_chunks_and_value_channels_that_are_not_whole():
     arrays = draw()
     wide = {name: array.astype(jnp.float32) for name, array in arrays.items()}
     oracle = gated_delta_rule(**wide, implementation="reference")
-    got = on_gpu(arrays, DeltaRuleSm90Forward(block_v=128))
+    got, narrow = (on_gpu(arrays, DeltaRuleSm90Forward(block_v=block_v)) for block_v in (128, 32))
     rounded = [np.asarray(value.astype(jnp.bfloat16), np.float32) for value in oracle]
-    for quantity, value, plain, want in zip(("o", "final_state"), got, rounded, oracle, strict=True):
-        verdict = judge(value, plain, want)
-        assert verdict.ok, f"{quantity}: {verdict}"
+    for block_v, values in ((128, got), (32, narrow)):
+        for quantity, value, plain, want in zip(("o", "final_state"), values, rounded, oracle, strict=True):
+            verdict = judge(value, plain, want)
+            assert verdict.ok, f"block_v={block_v}, {quantity}: {verdict}"
     # Half the channels per block: other blocks, the same sums.
     for one, other in zip(got, on_gpu(arrays, DeltaRuleSm90Forward(block_v=64)), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -140,8 +141,15 @@ def test_what_it_refuses(chip, change, text):
 @pytest.mark.parametrize(
     ("config", "fields", "text"),
     [
-        (config, {"block_v": 96}, r"block_v=96 must be one of 64, 128 \(a warpgroup carries 64 channels\); use 128")
-        for config in (DeltaRuleSm90Forward, DeltaRuleSm90Backward)
+        (
+            config,
+            {"block_v": block_v},
+            rf"block_v={block_v} must be one of {allowed} \(a warpgroup carries 64 channels\); use",
+        )
+        for config, block_v, allowed in (
+            (DeltaRuleSm90Forward, 96, "32, 64, 128"),
+            (DeltaRuleSm90Backward, 32, "64, 128"),
+        )
     ]
     + [
         (DeltaRuleSm90Forward, {"stages": 3}, r"stages=3 must be a positive multiple of 2 \(two warpgroups write"),
@@ -170,6 +178,18 @@ def test_stages_that_do_not_fit_shared_memory_are_refused(op):
             )
 
 
+def test_kda_has_no_blocks_of_32_channels():
+    case = find_op("kda").case("h96")
+    with (
+        tilewright.target("h200"),
+        pytest.raises(tilewright.Unsupported, match=r"block_v=32 is for one gate per head; use"),
+    ):
+        jax.eval_shape(
+            lambda given: tilewright.kda(**given, implementation="pallas_gpu", config=DeltaRuleSm90Forward(block_v=32)),
+            case.structs("bfloat16"),
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
 def test_more_stages_change_no_bit(op):
@@ -188,9 +208,9 @@ def test_more_stages_change_no_bit(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("forward", "backward"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize(("forward", "backward"), [(32, 128), (128, 64)])
 def test_the_backward_takes_any_config_beside_any_of_the_forward(forward, backward):
-    """V=144 is padded to 192 for blocks of 64 channels, and to 256 for blocks of 128."""
+    """V=144 is padded to 192 for blocks of 32 and of 64 channels, and to 256 for blocks of 128."""
     check = CaseCheck(find_op("gated_delta_rule"), _case("gated_delta_rule", "wide", 1, 70, 1, 64, 144), "bfloat16")
     configs = DeltaRuleSm90Forward(block_v=forward), DeltaRuleSm90Backward(block_v=backward, stages=3)
     with able_to_run("pallas_gpu"):
@@ -199,7 +219,7 @@ def test_the_backward_takes_any_config_beside_any_of_the_forward(forward, backwa
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
 
-@pytest.mark.parametrize(("heads", "block_v"), [(96, 128), (64, 64)])
+@pytest.mark.parametrize(("heads", "block_v"), [(96, 128), (64, 64), (32, 32)])
 def test_it_lowers_for_a_gpu_that_is_not_there(heads, block_v):
     """And is what an H200 gets when nothing is named; blocks of heads too few to fill it are narrower."""
     arrays = {
@@ -213,7 +233,7 @@ def test_it_lowers_for_a_gpu_that_is_not_there(heads, block_v):
         (decision,) = tilewright.explain("gated_delta_rule", **arrays).decisions
         lowered = jax.jit(lambda given: gated_delta_rule(**given)).trace(arrays).lower(lowering_platforms=("cuda",))
     assert decision.implementation == "pallas_gpu"
-    assert (decision.forward.config.block_v, decision.backward.config.block_v) == (block_v, block_v)
+    assert (decision.forward.config.block_v, decision.backward.config.block_v) == (block_v, max(block_v, 64))
     assert lowered.as_text().count("mosaic_gpu") >= 2
 
 

@@ -1,11 +1,14 @@
 """Block sizes of the delta-rule family."""
 
-from tilewright.core.chip import ROW_TILE
 from tilewright.core.config import Config, search_over
 
 
-class _Chunks(Config):
-    """Tokens per chunk, and chunks per block."""
+class DeltaRuleXlaForward(Config):
+    """Tokens per chunk, and chunks per block. The backward has no config: it follows the blocks that the forward saved.
+
+    The chunks of a block are multiplied together, and the state goes through them in order. The forward saves one state
+    per block, and the backward recomputes the rest, one block at a time.
+    """
 
     choices = search_over(chunk=(16, 32, 64, 128), block_chunks=(2, 4, 8, 16, 32, 64))
     memory_fields = ("chunk", "block_chunks")
@@ -13,46 +16,31 @@ class _Chunks(Config):
     chunk: int = 64
     block_chunks: int = 16
 
-    def _check_chunk(self, least: int, why: str = "", otherwise: str = "") -> None:
-        if not isinstance(self.chunk, int) or self.chunk < least or self.chunk & (self.chunk - 1):
-            raise ValueError(f"chunk={self.chunk!r} must be a power of two, at least {least}{why}; use 64{otherwise}")
-
-
-class DeltaRuleXlaForward(_Chunks):
-    """Tokens per chunk, and chunks per block. The backward has no config: it follows the blocks that the forward saved.
-
-    The chunks of a block are multiplied together, and the state goes through them in order. The forward saves one state
-    per block, and the backward recomputes the rest, one block at a time.
-    """
-
     def __post_init__(self) -> None:
-        self._check_chunk(2)
+        if not isinstance(self.chunk, int) or self.chunk < 2 or self.chunk & (self.chunk - 1):
+            raise ValueError(f"chunk={self.chunk!r} must be a power of two, at least 2; use 64")
         self.check_integers("block_chunks", use=16)
 
 
-class DeltaRuleTpuForward(_Chunks):
-    """Tokens per chunk, chunks per block, value heads per block, and the most of those that lie side by side.
+class DeltaRuleTpuForward(Config):
+    """Chunks of 64 tokens per block, value heads per block, and the chunks whose work is interleaved.
 
-    Heads that lie side by side in the lanes hide the latency of each other's products. More heads per block take fewer
-    bundles each, and make the code longer: on the schedule for a v6e, 8 heads take twice as long to compile as 4.
+    Before the state passes through the chunks of a block, all that does not depend on it is computed, for `interleave`
+    chunks at a time (or for the largest common divisor with `block_chunks`): they hide the latency of each other's
+    products. More heads per block do the same for the state passage. Both make the code longer. Heads go in fours:
+    blocks of fewer heads compute with zeros.
     """
 
-    choices = search_over(
-        chunk=(32, 64, 128),
-        block_chunks=(2, 4, 8, 16),
-        heads=(1, 2, 4, 8),
-        side_by_side=(1, 2, 4),
-    )
-    memory_fields = ("chunk", "block_chunks", "heads", "side_by_side")
+    choices = search_over(block_chunks=(4, 8, 16), heads=(1, 2, 4, 8), interleave=(2, 4, 8))
+    memory_fields = ("block_chunks", "heads", "interleave")
 
     block_chunks: int = 8
     heads: int = 4
-    side_by_side: int = 4
+    interleave: int = 4
 
     def __post_init__(self) -> None:
-        self._check_chunk(ROW_TILE, " (the rows of a bfloat16 tile)", ", or implementation='xla'")
         self.check_integers("block_chunks", use=8)
-        self.check_integers("heads", "side_by_side", use=4)
+        self.check_integers("heads", "interleave", use=4)
 
 
 class DeltaRuleTpuBackward(Config):
@@ -77,14 +65,16 @@ SM90_TILE = 64
 """Rows of a wgmma instruction: the value channels of a warpgroup that carries a state, on Hopper."""
 SM90_STATES = 2
 """The most warpgroups of a thread block that carry a state."""
+SM90_NARROW = 32
+"""Value channels of a thread block where those are few, with one gate per head (pallas_gpu/sm90_narrow_states.py)."""
 _REGISTERS = range(24, 241, 8)  # Per thread: what setmaxnreg takes, and three warpgroups have 504 together.
 
 
 class _Sm90(Config):
     block_v: int = SM90_STATES * SM90_TILE
 
-    def _check(self, *registers: str) -> None:
-        allowed = [count * SM90_TILE for count in range(1, SM90_STATES + 1)]
+    def _check(self, *registers: str, narrower: tuple[int, ...] = ()) -> None:
+        allowed = [*narrower, *(count * SM90_TILE for count in range(1, SM90_STATES + 1))]
         if self.block_v not in allowed:
             raise ValueError(
                 f"block_v={self.block_v!r} must be one of {', '.join(map(str, allowed))} (a warpgroup carries {SM90_TILE} "
@@ -99,15 +89,15 @@ class _Sm90(Config):
 
 
 class DeltaRuleSm90Forward(_Sm90):
-    """Block sizes of the forward kernels on Hopper. Results do not depend on block_v, to the bit.
+    """Block sizes of the forward kernels on Hopper. Results are the same for a block_v of 64 and of 128, to the bit.
 
-    They differ in rounding with `splits`. The heuristic takes those from shapes alone, the batch size and the length
-    among them: the bits of a batch element do not depend on what else is in the batch, but may depend on its size. Pass
-    splits=1 where they must not.
+    They differ in rounding with `splits`, and with a block_v of 32. The heuristic takes those from shapes alone, the batch
+    size and the length among them: the bits of a batch element do not depend on what else is in the batch, but may depend
+    on its size. Pass splits=1 and block_v=64 where they must not.
     """
 
     choices = search_over(
-        block_v=(64, 128),
+        block_v=(32, 64, 128),
         splits=(1, 2, 4, 8, 16),
         stages=(2, 4),
         state_registers=(None, 192, 216, 232, 240),
@@ -118,20 +108,20 @@ class DeltaRuleSm90Forward(_Sm90):
     block_v: int = SM90_STATES * SM90_TILE
     """Value channels of a thread block of the state kernel, 64 per warpgroup that carries a state. 128 read queries and
     keys once for all of them; 64 make twice as many thread blocks, for when those are fewer than the
-    multiprocessors."""
+    multiprocessors. With one gate per head 32 make twice as many again, in a kernel of their own."""
     splits: int = 1
     """Sequence splits that are worked on at the same time, in two passes (split_t.py); 1 for one pass."""
     stages: int = 2
     """Chunks in the state kernel's pipeline."""
     state_registers: int | None = None
     """Registers per thread of a warpgroup that carries a state. With one gate per head, the warpgroups that write
-    outputs share the rest of 504. None: 192 with one gate per head, 216 there for block_v=64, 240 with one per
-    channel."""
+    outputs share the rest of 504. None: 192 with one gate per head, 216 there for block_v=64 and 208 for 32, 240 with
+    one per channel."""
     score_chunks: int = 3
     """KDA: chunks that a thread block of the score kernel works on at once, to hide each other's latency."""
 
     def __post_init__(self) -> None:
-        self._check("state_registers")
+        self._check("state_registers", narrower=(SM90_NARROW,))
         self.check_integers("splits", use="1 for a sequence in one piece")
         self.check_integers("stages", multiple=2, why="two warpgroups write outputs in turns")
         self.check_integers("score_chunks")

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import arith, vector
 
 from tilewright.pallas.gpu.kernel import interpreted
 from tilewright.pallas.gpu.wgmma import Accumulator
@@ -84,19 +84,46 @@ def row_indices(shape: tuple[int, int]) -> jax.Array:
 
 
 def upcast(x: jax.Array) -> jax.Array:
-    """bfloat16 as float32, by shifting its bits.
+    """bfloat16 as float32, by shifting its bits, for tiles in the layout of products: threads hold pairs of columns.
 
     `astype` gives the same values. But where x was rounded from float32, the compiler then repeats the rounding for
-    `astype` alone, element by element on the special function unit, which has an eighth of the throughput.
+    `astype` alone, element by element on the special function unit, which has an eighth of the throughput. And shifted
+    element by element (`upcast_elements`), a pair is taken apart and put together again: two instructions more for it.
     """
+    if interpreted():
+        return x.astype(jnp.float32)
+
+    def shift(x: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        low, high = (arith.constant(i32, ir.IntegerAttr.get(i32, value)) for value in (16, -65536))
+
+        def both(pair: Any) -> Any:
+            word = vector.extract(
+                vector.bitcast(ir.VectorType.get((1,), i32), pair),
+                dynamic_position=[],
+                static_position=ir.DenseI64ArrayAttr.get([0]),
+            )
+            wide = [arith.bitcast(f32, bits) for bits in (arith.shli(word, low), arith.andi(word, high))]
+            return vector.from_elements(ir.VectorType.get((2,), f32), wide)
+
+        registers = np.array([both(pair) for pair in x.registers.flat], dtype=object).reshape(x.registers.shape)
+        return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return inline_mosaic(shift, x, out=jax.ShapeDtypeStruct(x.shape, jnp.float32))
+
+
+def upcast_elements(x: jax.Array) -> jax.Array:
+    """`upcast` element by element: in a few kernels, which have no register to spare, it takes less time."""
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     return lax.bitcast_convert_type(lax.shift_left(bits, jnp.uint32(16)), jnp.float32)
 
 
-def split_hi_lo(x: jax.Array, *, by_conversion: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The bf16x2 split of a float32 tile. `by_conversion` upcasts with `astype`, not `upcast`: the same values."""
+def split_hi_lo(
+    x: jax.Array, *, by_conversion: bool = False, widen: Callable[[jax.Array], jax.Array] = upcast
+) -> tuple[jax.Array, jax.Array]:
+    """The bf16x2 split of a float32 tile. `by_conversion` upcasts with `astype`, not `widen`: the same values."""
     hi = x.astype(jnp.bfloat16)
-    wide = hi.astype(jnp.float32) if by_conversion else upcast(hi)
+    wide = hi.astype(jnp.float32) if by_conversion else widen(hi)
     return hi, (x - wide).astype(jnp.bfloat16)
 
 

@@ -14,6 +14,7 @@ With one gate per channel (KDA), decays are inside the sums over channels (sm90_
                 intra-chunk            sm90_inverse.py     (I + A)^-1 (one gate per head)
                                        sm90_scores.py      (I + A)^-1, P and scaled operands (one gate per channel)
                 state passage          sm90_states.py      S through the chunks, and o; in splits of T: split_t.py
+                                       sm90_narrow_states.py   the same, for few heads with one gate each
     backward    reverse passage        sm90_reverse.py     dS through the chunks, and dv
                 gradients              sm90_gradients.py, sm90_channel_gradients.py
 
@@ -53,7 +54,12 @@ from jax.experimental import pallas as pl
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.ops.delta_rule.call import DeltaRuleCall
-from tilewright.ops.delta_rule.config import SM90_STATES, DeltaRuleSm90Backward, DeltaRuleSm90Forward
+from tilewright.ops.delta_rule.config import (
+    SM90_NARROW,
+    SM90_STATES,
+    DeltaRuleSm90Backward,
+    DeltaRuleSm90Forward,
+)
 from tilewright.ops.delta_rule.pallas_gpu import (
     sm90_channel_gradients,
     sm90_gradients,
@@ -91,6 +97,12 @@ _BY_HEAD, _BY_TOKEN = ("gates", "inverse", "decay", "p", "states", "u"), ("q_in"
 _SAVED_AXES = dict.fromkeys(_BY_HEAD, "B HV") | dict.fromkeys(_BY_TOKEN, "B . HV")
 
 
+def _forward_unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
+    if call.gate == "channel" and launch.config.block_v == SM90_NARROW:
+        return f"block_v={SM90_NARROW} is for one gate per head; use block_v={TILE}"
+    return _unsupported_reason(call, launch)
+
+
 def _unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
     if (reason := not_bfloat16(call.q)) is not None:
         return reason
@@ -100,7 +112,7 @@ def _unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
 
 
 def _forward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleSm90Forward:
-    """Thread blocks that fill the chip about once: narrow ones where wide ones are few, else splits of the sequence."""
+    """Thread blocks that fill the chip about once: narrow ones where wide ones are few, or splits of the sequence."""
     (b, t), (hv, v) = call.q.shape[:2], call.v.shape[2:]
     tiles = pl.cdiv(v, TILE)
     widest = min(tiles, SM90_STATES)
@@ -108,11 +120,14 @@ def _forward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleSm90Forward:
     if chip.multiprocessors is None or 2 * blocks > chip.multiprocessors:
         return DeltaRuleSm90Forward(block_v=TILE * widest)
     splits = min(chip.multiprocessors // (b * hv * tiles), t // _LEAST_SPLIT_TOKENS)
-    return DeltaRuleSm90Forward(block_v=TILE, splits=splits if splits >= _LEAST_SPLITS else 1)
+    if splits >= _LEAST_SPLITS:
+        return DeltaRuleSm90Forward(block_v=TILE, splits=splits)
+    narrow = call.gate != "channel" and b * hv * tiles * TILE // SM90_NARROW <= chip.multiprocessors
+    return DeltaRuleSm90Forward(block_v=SM90_NARROW if narrow else TILE)
 
 
 def _backward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleSm90Backward:
-    return DeltaRuleSm90Backward(block_v=_forward_heuristic(chip, call).block_v)
+    return DeltaRuleSm90Backward(block_v=max(_forward_heuristic(chip, call).block_v, TILE))
 
 
 def _forward_memory(call: DeltaRuleCall, launch: Launch) -> dict[str, int]:
@@ -130,7 +145,7 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
     config: DeltaRuleSm90Forward = launch.config
     sizes, (t, width) = Sizes.of(call, config.block_v), (call.v.shape[1], call.v.shape[3])
     q, k = padded_keys(call.q), padded_keys(call.k)
-    v = padded(in_chunks(call.v), 3, config.block_v)
+    v = padded(in_chunks(call.v), 3, max(config.block_v, TILE))
     if call.gate == "channel":
         beta = per_chunk(in_chunks(call.beta))
         chunks = scores(q, k, channel_gates(call), beta, sizes, config.score_chunks)
@@ -200,7 +215,7 @@ IMPLEMENTATION = Implementation(
         saved=_SAVED_AXES,
         config=DeltaRuleSm90Forward,
         heuristic=_forward_heuristic,
-        unsupported_reason=_unsupported_reason,
+        unsupported_reason=_forward_unsupported_reason,
         memory=_forward_memory,
         memory_fields="fewer stages or score_chunks, or block_v=64",
     ),

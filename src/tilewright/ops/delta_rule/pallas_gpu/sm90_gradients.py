@@ -59,6 +59,7 @@ from tilewright.pallas.gpu.registers import (
     opaque_zero,
     split_hi_lo,
     transposed,
+    upcast_elements,
 )
 from tilewright.pallas.gpu.scheduler import RoundRobin, divmod_nonnegative
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, product, products, wait_for_products
@@ -285,7 +286,7 @@ def _gradient_kernel(
                 plgpu.barrier_wait(finished)
 
             # Hi, then lo: there is no room for a tile of each.
-            for part, value in enumerate(split_hi_lo(pairs * beta)):
+            for part, value in enumerate(split_hi_lo(pairs * beta, widen=upcast_elements)):
                 if part > 0:
                     both_have_read()
                 pair_tiles[side] = value

@@ -18,6 +18,12 @@ is that chain. The two kinds of gates differ in what surrounds it:
 
 For a backward, S before each chunk and u are saved.
 
+Few heads with one gate each, for which these thread blocks are too few, have a kernel of their own: sm90_narrow_states.py.
+
+With one gate per head the time of this kernel is that of its instructions, more than that of its products. With two
+fewer for each pair of numbers that is split into bf16x2 (`upcast`), it takes 0.48 ms for H96 T8192 D128, before 0.53 ms;
+for 16 qk / 64 v heads 0.30 ms, before 0.34 ms (H200, driver 580.159.04, jax 0.11.2). KDA's takes 0.49 ms, before 0.50 ms.
+
 Tried and dropped, on an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128 unless said):
 - one gate per head, q S and P u by the warpgroup that carries the state: the state kernel takes 1.49 ms for T32768 H4,
   now 1.40 ms. Without any outputs it would be 1.12 ms, of which 0.33 ms are for the lo parts of S and of u, 0.29 ms for
@@ -42,7 +48,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.implementation import Launch
 from tilewright.ops.delta_rule.call import DeltaRuleCall
-from tilewright.ops.delta_rule.config import DeltaRuleSm90Forward
+from tilewright.ops.delta_rule.config import SM90_NARROW, DeltaRuleSm90Forward
+from tilewright.ops.delta_rule.pallas_gpu.sm90_narrow_states import NarrowPlan
 from tilewright.ops.delta_rule.pallas_gpu.split_t import Columns, Splits, run_in_splits, states_for_ends
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
@@ -543,19 +550,22 @@ def pass_states(call: DeltaRuleCall, launch: Launch, operands: dict[str, jax.Arr
     config: DeltaRuleSm90Forward = launch.config
 
     def passage(splits: Splits, starts: jax.Array, *, states: int, ends: bool) -> dict[str, Any]:
+        if config.block_v == SM90_NARROW and not ends:
+            return NarrowPlan(call, config, splits, save).run(operands, starts)
         return _Plan(call, config, splits, states, ends, save and not ends).run(operands, starts)
 
-    initial = transposed_states(call.initial_state, config.block_v)
+    initial = transposed_states(call.initial_state, max(config.block_v, TILE))
     return run_in_splits(passage, initial, Splits.of(call, config.splits), config.block_v // TILE)
 
 
 def memory(call: DeltaRuleCall, config: DeltaRuleSm90Forward) -> dict[str, int]:
     """Shared memory of the state kernel, by pass, where it saves for a backward."""
     sizes, splits = Sizes.of(call, config.block_v), Splits.of(call, config.splits)
-    passes = {"state": (config.block_v // TILE, False)}
+    if config.block_v == SM90_NARROW:
+        plans: dict[str, Any] = {"state": NarrowPlan(call, config, splits, save=True)}
+    else:
+        plans = {"state": _Plan(call, config, splits, config.block_v // TILE, ends=False, save=True)}
     if splits.count > 1:
-        passes["split end"] = (states_for_ends(sizes.width, sizes.depth), True)
-    return {
-        name: smem_bytes(_Plan(call, config, splits, states, ends, not ends).scratch)
-        for name, (states, ends) in passes.items()
-    }
+        states = states_for_ends(sizes.width, sizes.depth)
+        plans["split end"] = _Plan(call, config, splits, states, ends=True, save=False)
+    return {name: smem_bytes(plan.scratch) for name, plan in plans.items()}

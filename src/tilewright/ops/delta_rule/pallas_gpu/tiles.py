@@ -79,7 +79,7 @@ def loop(count: Any) -> Callable[[Callable[[Any], None]], None]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a call as the kernels see it: T in whole chunks, K in whole tiles, V in whole blocks."""
+    """The sizes of a call as the kernels see it: T in whole chunks, K in whole tiles, V in whole tiles and blocks."""
 
     b: int
     chunks: int
@@ -93,6 +93,7 @@ class Sizes:
     @staticmethod
     def of(call: DeltaRuleCall, block_v: int) -> "Sizes":
         (b, t, h, k), (hv, v) = call.q.shape, call.v.shape[2:]
+        block_v = max(block_v, TILE)  # The backward reads whole tiles.
         return Sizes(b, pl.cdiv(t, CHUNK), h, hv, pl.cdiv(k, TILE) * TILE, pl.cdiv(v, block_v) * block_v)
 
     @property

@@ -212,6 +212,11 @@ class Shard(Protocol):
         """The part, as a call of its own."""
         ...
 
+    @property
+    def compiled_call(self) -> Call:
+        """The part where the compiler cuts the call, whose saved arrays have the shapes that the whole call saves."""
+        ...
+
     def combine(self, outputs: Any, saved: Any) -> tuple[Any, Any]:
         """The whole call's outputs, and what its forward pass saves, from those of every part."""
         ...

@@ -41,6 +41,13 @@ class Chip:
     """(dtype, FLOP/s) of the matrix units of the whole chip."""
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
+    usable_bytes: int | None = None
+    """The memory that a program can have of one JAX device: what libtpu leaves of a TPU's, and on a GPU the three quarters
+    that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION changes it)."""
+    links: int = 0
+    """Ports to other chips: of a TPU two per axis of the torus; of a GPU one, to the switch or bus of its host."""
+    link_bytes_per_s: float | None = None
+    """Of one link, in one direction."""
 
     # TPU. What follows `chips_per_host` is per TensorCore.
     cores: int = 1
@@ -114,26 +121,32 @@ class Chip:
 
 
 # TFLOP/s by dtype; HBM in GiB and GB/s; TensorCores, and those of one JAX device; MXUs of a core and their width; VMEM
-# of a core in MiB; chips of a host; and how the chip is called where it is rented.
+# of a core in MiB; chips of a host; ICI ports, and GB/s of one of them in one direction; the GiB of a device that a program
+# can have; and how the chip is called where it is rented.
+# ICI: the bidirectional bandwidth per chip of the Cloud TPU documentation (v5e 400, v5p 1200, v6e 800, TPU7x 1200 GB/s)
+# divided by the ports and by two; of v4, 50 GB/s per link from "TPU v4: An Optically Reconfigurable Supercomputer".
+# GiB for programs: "available HBM" in the errors of libtpu 0.0.50.1 about programs that are too large. For v4 it compiles
+# for one of two cores, 15.25 GiB.
 _TPUS = """
-name device kinds           bf16 int8 fp8  HBM GB/s cores device MXUs width VMEM host rented
-v4   TPU v4                 275  275  -    32  1200 2     2      4    128   16   4    v4
-v5e  TPU v5e, TPU v5 lite   197  393  -    16  819  1     1      4    128   128  8    v5litepod
-v5p  TPU v5p, TPU v5        459  918  -    95  2765 2     2      4    128   64   4    v5p
-v6e  TPU v6e, TPU v6 lite   918  1836 918  32  1638 1     1      2    256   128  8    v6e
-v7x  TPU7x, TPU v7x         2307 -    4614 192 7380 2     1      2    256   64   4    v7x
+name device kinds           bf16 int8 fp8  HBM GB/s cores device MXUs width VMEM host ports link usable rented
+v4   TPU v4                 275  275  -    32  1200 2     2      4    128   16   4    6     50   30.5   v4
+v5e  TPU v5e, TPU v5 lite   197  393  -    16  819  1     1      4    128   128  8    4     50   15.75  v5litepod
+v5p  TPU v5p, TPU v5        459  918  -    95  2765 2     2      4    128   64   4    6     100  95.73  v5p
+v6e  TPU v6e, TPU v6 lite   918  1836 918  32  1638 1     1      2    256   128  8    4     100  31.24  v6e
+v7x  TPU7x, TPU v7x         2307 -    4614 192 7380 2     1      2    256   64   4    6     100  94.74  v7x
 """
 # TFLOP/s by dtype; memory in GB and GB/s; compute capability; multiprocessors; shared memory of a thread block in KiB;
-# and of a multiprocessor the shared memory in KiB, the threads and the blocks.
+# of a multiprocessor the shared memory in KiB, the threads and the blocks; and GB/s to other GPUs of its host in one
+# direction, half of the total that NVIDIA's data sheets give for NVLink (L4: PCIe 4 x16).
 # SXM parts, except L4: an H100 PCIe or NVL has other clocks and memory, so it is "unknown" and not an H100.
 _GPUS = """
-name      device kinds          bf16 tf32  f32  int8 fp8  GB  GB/s capability SMs KiB SM-KiB threads blocks rented
-a100      NVIDIA A100-SXM4-80GB 312  156   19.5 624  -    80  2039 8.0        108 163 164    2048    32     A100-80GB
-a100-40gb NVIDIA A100-SXM4-40GB 312  156   19.5 624  -    40  1555 8.0        108 163 164    2048    32     A100
-h100      NVIDIA H100 80GB HBM3 989  494.5 67   1979 1979 80  3350 9.0        132 227 228    2048    32     H100
-h200      NVIDIA H200           989  494.5 67   1979 1979 141 4800 9.0        132 227 228    2048    32     H200
-b200      NVIDIA B200           2250 1125  75   4500 4500 180 7700 10.0       148 227 228    2048    32     B200
-l4        NVIDIA L4             121  60    30.3 242  242  24  300  8.9        58  99  100    1536    24     L4
+name      device kinds          bf16 tf32  f32  int8 fp8  GB  GB/s capability SMs KiB SM-KiB threads blocks link rented
+a100      NVIDIA A100-SXM4-80GB 312  156   19.5 624  -    80  2039 8.0        108 163 164    2048    32     300  A100-80GB
+a100-40gb NVIDIA A100-SXM4-40GB 312  156   19.5 624  -    40  1555 8.0        108 163 164    2048    32     300  A100
+h100      NVIDIA H100 80GB HBM3 989  494.5 67   1979 1979 80  3350 9.0        132 227 228    2048    32     450  H100
+h200      NVIDIA H200           989  494.5 67   1979 1979 141 4800 9.0        132 227 228    2048    32     450  H200
+b200      NVIDIA B200           2250 1125  75   4500 4500 180 7700 10.0       148 227 228    2048    32     900  B200
+l4        NVIDIA L4             121  60    30.3 242  242  24  300  8.9        58  99  100    1536    24     32   L4
 """
 
 
@@ -150,8 +163,8 @@ def _peaks(**tera: str) -> tuple[tuple[str, float], ...]:
 
 
 def _tpus() -> Iterator[Chip]:
-    for name, kinds, (bf16, int8, fp8, *numbers, rented) in _rows(_TPUS):
-        hbm, bandwidth, cores, per_device, mxus, width, vmem, host = map(int, numbers)
+    for name, kinds, (bf16, int8, fp8, *numbers, usable, rented) in _rows(_TPUS):
+        hbm, bandwidth, cores, per_device, mxus, width, vmem, host, ports, link = map(int, numbers)
         # As libtpu schedules them: the 256-wide MXUs of v6e and v7x take two rows per cycle, the 128-wide ones take
         # one.
         rows = 2 if width == 256 else 1
@@ -163,6 +176,9 @@ def _tpus() -> Iterator[Chip]:
             peak_flops=_peaks(bfloat16=bf16, int8=int8, float8=fp8),
             memory_bytes=hbm * GIB,
             memory_bytes_per_s=bandwidth * 1e9,
+            usable_bytes=int(float(usable) * GIB),
+            links=ports,
+            link_bytes_per_s=link * 1e9,
             cores=cores,
             cores_per_device=per_device,
             chips_per_host=host,
@@ -179,7 +195,7 @@ def _tpus() -> Iterator[Chip]:
 def _gpus() -> Iterator[Chip]:
     for name, kinds, (bf16, tf32, float32, int8, fp8, memory, bandwidth, capability, *numbers, rented) in _rows(_GPUS):
         major, minor = capability.split(".")
-        sms, smem, sm_smem, threads, blocks = map(int, numbers)
+        sms, smem, sm_smem, threads, blocks, link = map(int, numbers)
         yield Chip(
             name=name,
             platform="gpu",
@@ -188,6 +204,9 @@ def _gpus() -> Iterator[Chip]:
             peak_flops=_peaks(bfloat16=bf16, tfloat32=tf32, float32=float32, int8=int8, float8=fp8),
             memory_bytes=int(float(memory) * 1e9),
             memory_bytes_per_s=float(bandwidth) * 1e9,
+            usable_bytes=int(float(memory) * 0.75e9),
+            links=1,
+            link_bytes_per_s=link * 1e9,
             compute_capability=(int(major), int(minor)),
             multiprocessors=sms,
             smem_bytes=smem * 1024,

@@ -1,6 +1,7 @@
 """The one wrapper that makes an implementation differentiable, batch-aware and partitionable.
 
 `run` takes a call through an implementation. Under `jax.grad` its backward pass runs, from what its forward pass saved.
+Passes that are plain JAX are differentiated by JAX in forward mode and for second derivatives (`run_plain`).
 Under `jax.vmap` the calls become one call with a larger batch wherever that is the same thing (`can_merge`), and the
 config is chosen for that larger call: JAX's own rule would give a kernel a loop, or one more grid axis, around blocks
 that were chosen for one element. Where the compiler partitions a program, each device runs a pass on its part of the
@@ -17,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tilewright.core.boundary import not_differentiable
 from tilewright.core.call import Call, Shard, Static, batch_size, can_merge, element_of, merge, merge_array, split_array
+from tilewright.core.derivatives import with_derivatives
 from tilewright.core.implementation import KERNEL_PLATFORM, Implementation
-from tilewright.core.manual_axes import vary_over, varying_axes, without_axes
+from tilewright.core.manual_axes import varying_axes, with_axes, without_axes
 from tilewright.core.partitioning import Axes, CallPass, Letters, axes_of_compiler, run_partitioned, run_replicated
 
 
@@ -64,6 +66,9 @@ def _differentiable(request: Request, call: Call) -> Any:
 
 def _save(request: Request, call: Call) -> tuple[Any, Any]:
     outputs, saved, chosen = _forward(request, call, save=True)
+    if chosen.value in KERNEL_PLATFORM:
+        # In a loop over layers XLA for GPUs would run a kernel twice: for its result, and to write what is saved of it.
+        outputs, saved = jax.lax.optimization_barrier((outputs, saved))
     # A policy of `jax.checkpoint` may keep these by the op's name: the backward pass then runs without the forward pass.
     outputs, saved = jax.tree.map(lambda x: checkpoint_name(x, request.name), (outputs, saved))
     backward = request.settle(call, differentiated=True, chosen=chosen.value).implementation.backward
@@ -85,6 +90,82 @@ def _pull_back(request: Request, residuals: Any, cotangents: Any) -> tuple[Any]:
 _differentiable.defvjp(_save, _pull_back)
 
 
+def run_plain(request: Request, call: Call) -> Any:
+    """`run`, for an implementation whose passes JAX can differentiate: in forward mode too, and any number of times."""
+    arrays = {name: x for name, x in call.given().items() if name in call.differentiable_arrays}
+    return _plain(arrays, call.with_arrays(dict.fromkeys(arrays)), request)
+
+
+def _plain_run(arrays: dict[str, Any], rest: Call, request: Request) -> Any:
+    return _forward(request, rest.with_arrays(arrays), save=False)[0]
+
+
+def _plain_save(arrays: dict[str, Any], rest: Call, request: Request) -> tuple[Any, Any]:
+    outputs, saved, chosen = _saving(arrays, rest, request)
+    outputs, saved = jax.tree.map(lambda x: checkpoint_name(x, request.name), (outputs, saved))
+    return outputs, (arrays, rest, saved, chosen)
+
+
+def _plain_tangent(request: Request, residuals: Any, tangents: Any) -> Any:
+    arrays, rest, _, _ = residuals
+
+    def outputs(arrays: dict[str, Any]) -> Any:
+        return _forward_again(request, rest.with_arrays(arrays), save=False)[0]
+
+    return jax.jvp(outputs, (arrays,), tangents)[1]
+
+
+def _plain_pull_back(request: Request, residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:
+    arrays, rest, saved, chosen = residuals
+    return (_gradient(arrays, saved, cotangents, rest, request, chosen.value),)
+
+
+_plain = with_derivatives(
+    _plain_run, forward=_plain_save, tangent=_plain_tangent, backward=_plain_pull_back, static_argnums=(2,)
+)
+
+
+# What is differentiated is a pass by itself: without its rule for vmap, which JAX cannot differentiate in reverse mode.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _saving(arrays: dict[str, Any], rest: Call, request: Request) -> tuple[Any, Any, Static]:
+    return _forward(request, rest.with_arrays(arrays), save=True)
+
+
+@_saving.defjvp
+def _saving_tangent(request: Request, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    arrays, rest = primals
+    return jax.jvp(lambda arrays: _forward_again(request, rest.with_arrays(arrays), save=True), (arrays,), tangents[:1])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _gradient(
+    arrays: dict[str, Any], saved: Any, cotangents: Any, rest: Call, request: Request, chosen: str
+) -> dict[str, Any]:
+    return _backward(request, chosen, {}, rest.with_arrays(arrays), saved, cotangents).given()
+
+
+@_gradient.defjvp
+def _gradient_tangent(request: Request, chosen: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    *moving, rest = primals
+
+    def gradient(arrays: dict[str, Any], saved: Any, cotangents: Any) -> dict[str, Any]:
+        call, one = rest.with_arrays(arrays), _BackwardPass(request, chosen)
+        settled = one.settle(call)
+        found = _execute(one, call, (saved, cotangents), settled, partitioned=False, differentiated=True)
+        return found.given()
+
+    return jax.jvp(gradient, tuple(moving), tangents[:3])
+
+
+def _forward_again(request: Request, call: Call, *, save: bool) -> tuple[Any, Any, Static]:
+    one = _ForwardPass(request, save)
+    settled = one.settle(call)
+    outputs, saved = _execute(one, call, (), settled, partitioned=False, differentiated=True)
+    return outputs, saved, Static(settled.decision.implementation)
+
+
 @dataclass(frozen=True)
 class _ForwardPass:
     """The forward pass of a call, or of one device's part. Its results are the outputs and what is saved."""
@@ -97,7 +178,7 @@ class _ForwardPass:
         return self.request.settle(call, differentiated=self.save)
 
     def run(self, call: Call, operands: Any, settled: Settled, shard: Shard | None = None) -> Any:
-        launch, part = settled.decision.forward.launch, call if shard is None else shard.call
+        launch, part = settled.decision.forward.launch, call if shard is None else shard.compiled_call
         with launch.active():
             results = settled.implementation.forward.run(part.flattened(), launch, save=self.save)
         outputs, saved = call.unflattened(results)
@@ -127,7 +208,8 @@ class _BackwardPass:
         saved, cotangents = operands
         backward, launch = settled.implementation.backward, settled.decision.backward.launch
         assert backward is not None
-        part, cotangents = (call, cotangents) if shard is None else (shard.call, shard.cotangents(cotangents))
+        part = call if shard is None else shard.compiled_call
+        cotangents = cotangents if shard is None else shard.cotangents(cotangents)
         with launch.active():
             gradients = backward.run(part.flattened(), *call.flattened_leaves((saved, cotangents)), launch)
         return call.unflattened(gradients)
@@ -140,12 +222,18 @@ class _BackwardPass:
         return [axes.arrays[name] for name in results.given()]
 
 
-def _execute(one: CallPass, call: Call, operands: Any, settled: Settled, *, partitioned: bool) -> Any:
-    """Runs a pass on values without mesh axes in their types; its results vary over those of the arguments."""
+def _execute(
+    one: CallPass, call: Call, operands: Any, settled: Settled, *, partitioned: bool, differentiated: bool = False
+) -> Any:
+    """Runs a pass on values without mesh axes in their types; its results vary over those of the arguments.
+
+    `differentiated`: whether JAX may differentiate the pass itself.
+    """
     arrays = [x for x in jax.tree.leaves((call, operands)) if not isinstance(x, jax.ShapeDtypeStruct)]
     axes = varying_axes(*arrays)
     call, operands = jax.tree.map(without_axes, (call, operands))
-    call, operands = not_differentiable((call, operands), _once_only(settled.decision))
+    if not differentiated:
+        call, operands = not_differentiable((call, operands), _once_only(settled.decision))
     kernel = settled.decision.implementation in KERNEL_PLATFORM
     left = axes_of_compiler()
     if left and kernel:
@@ -155,7 +243,7 @@ def _execute(one: CallPass, call: Call, operands: Any, settled: Settled, *, part
         results = run_partitioned(one, call, operands, settled)
     else:
         results = one.run(call, operands, settled)
-    return jax.tree.map(lambda x: vary_over(x, axes), results)
+    return jax.tree.map(lambda x: with_axes(x, axes), results)
 
 
 def _once_only(decision: Any) -> str:

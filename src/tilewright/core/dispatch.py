@@ -159,6 +159,8 @@ class Op:
         if refused := self._refused_platforms(decision):
             first = next(iter(given))
             call = call.with_arrays({first: refused_on(given[first], refused)})
+        if found.backward is not None and found.backward.differentiable:
+            return differentiable.run_plain(request, call)
         if found.backward is not None:
             arrays = {name: x for name, x in call.given().items() if name in call.differentiable_arrays}
             return differentiable.run(request, call.with_arrays(reverse_mode_only(arrays, _reverse_only(decision))))

@@ -68,6 +68,9 @@ class Pass:
     cannot be cut along."""
     follows_forward: bool = False
     """Backward: whether blocks of it are the forward's, so that a config of the forward is timed with both passes."""
+    differentiable: bool = False
+    """Backward: whether it and its forward pass are plain JAX that can be differentiated, and `saved` is of floating
+    dtypes. Such an implementation has forward mode and second derivatives."""
     note: str | Callable[[Any], str] = ""
     """What `explain` should say about this pass beside its config, such as whose gradient it is; a function where that
     depends on the call."""

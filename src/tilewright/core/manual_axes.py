@@ -6,12 +6,13 @@ vary alike before the op (`vary_alike`): the transpose of that cast is the sum o
 
 Implementations themselves see values without such types. A pass has no collectives, so the types say nothing there, and
 kernels, interpreters and loops that start from constants would have to respect them. `without_axes` removes them in
-front of a pass, and `vary_over` brings them back behind it.
+front of a pass, and `with_axes` brings them back behind it. Each is the other's transpose: no device sums anything.
 """
 
 from typing import Any
 
 import jax
+from jax.interpreters import ad
 
 from tilewright.core.boundary import identity
 
@@ -43,6 +44,17 @@ def without_axes(array: Any) -> Any:
 # JAX has no public operation for this: with its check off it does the same inside of kernels.
 _without_axes_p = identity("without_axes")
 _without_axes_p.def_abstract_eval(lambda x: x.update(manual_axis_type=type(x.manual_axis_type)()))
+
+
+def with_axes(array: Any, axes: frozenset[str]) -> Any:
+    """The inverse of `without_axes`: `array`, with the type of a value that varies over `axes`."""
+    return _with_axes_p.bind(array, axes=axes) if axes else array
+
+
+_with_axes_p = identity("tilewright_with_axes")
+_with_axes_p.def_abstract_eval(lambda x, axes: x.update(manual_axis_type=type(x.manual_axis_type)(varying=axes)))
+ad.deflinear2(_without_axes_p, lambda cotangent, x: [with_axes(cotangent, x.aval.manual_axis_type.varying)])
+ad.deflinear2(_with_axes_p, lambda cotangent, x, axes: [without_axes(cotangent)])
 
 
 def output_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:

@@ -243,6 +243,24 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
     return run(call.with_arrays(placed))
 
 
+def run_on_parts(function: Callable[..., Any], arrays: Sequence[Any], outputs: Any) -> Any:
+    """`function(*arrays)` inside `jax.shard_map`: on each device's part of arrays that are sharded over Explicit mesh axes.
+
+    `outputs` has a `PartitionSpec` for each result. Arrays may be None.
+    """
+    mesh = next(
+        mesh for x in arrays if x is not None and AxisType.Explicit in (mesh := jax.typeof(x).sharding.mesh).axis_types
+    )
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    return jax.shard_map(
+        function,
+        mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
+        in_specs=tuple(None if x is None else P(*explicit_axes(x)) for x in arrays),
+        out_specs=outputs,
+        axis_names=explicit,
+    )(*arrays)
+
+
 # Auto axes.
 
 

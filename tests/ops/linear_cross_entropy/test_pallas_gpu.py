@@ -1,5 +1,7 @@
 """What only the Hopper kernels have: their tiles, chunks and limits, and that they lower without a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,21 +12,24 @@ import tilewright
 from tests.ops.contract import able_to_run
 from tilewright import linear_cross_entropy
 from tilewright.configs import LinearCrossEntropySm90Backward, LinearCrossEntropySm90Forward
-from tilewright.core.chip import MIB
+from tilewright.core.chip import MIB, Chip
 from tilewright.core.dispatch import find_op
+from tilewright.core.implementation import Launch
+from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.cases import _case
-from tilewright.ops.linear_cross_entropy.pallas_gpu.sm90_fwd import special_tiles
+from tilewright.ops.linear_cross_entropy.pallas_gpu.sm90_bwd import BACKWARD
+from tilewright.ops.linear_cross_entropy.pallas_gpu.sm90_fwd import FORWARD, special_tiles
 from tilewright.workbench.check import CaseCheck
 
 
-def configs(block_v: int, stages: int, band: int, chunk_v: int):
+def configs(block_v: int, stages: int, band: int, chunk_v: int, stored_v: int = 0):
     return (
-        LinearCrossEntropySm90Forward(block_v, stages, band),
+        LinearCrossEntropySm90Forward(block_v, stages, band, stored_v=stored_v),
         LinearCrossEntropySm90Backward(block_v, stages, band, chunk_v),
     )
 
 
-NARROW = configs(block_v=128, stages=2, band=2, chunk_v=256)
+NARROW = {"block_v": 128, "stages": 2, "band": 2, "chunk_v": 128}
 
 
 def draw(n: int = 12, h: int = 16, v: int = 40, seed: int = 0):
@@ -36,19 +41,19 @@ def draw(n: int = 12, h: int = 16, v: int = 40, seed: int = 0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
+    ("case", "stored_v"),
     [
-        # Three blocks of rows in bands of two; chunks of two blocks of columns, the last of half one; stages are
-        # reused.
-        _case("bands", 300, 200, 320, ignored=0.1, z_loss=1e-2),
-        _case("one_row", 1, 8, 1, soft_cap=3.0),
+        # Three blocks of rows in bands of two; one block of columns that is stored, and two that are not, the last of
+        # them half as wide; stages are reused.
+        (_case("bands", 300, 200, 320, ignored=0.1, z_loss=1e-2), 128),
+        (_case("one_row", 1, 8, 1, soft_cap=3.0), 0),
     ],
-    ids=lambda case: case.name,
+    ids=("bands", "one_row"),
 )
-def test_many_small_tiles_meet_the_oracle(case) -> None:
+def test_many_small_tiles_meet_the_oracle(case, stored_v: int) -> None:
     held = CaseCheck(find_op("linear_cross_entropy"), case, "bfloat16")
     with able_to_run("pallas_gpu"):
-        results = held.check("pallas_gpu", config=NARROW)
+        results = held.check("pallas_gpu", config=configs(**NARROW, stored_v=stored_v))
     for result in results:
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
@@ -60,7 +65,7 @@ def test_labels_that_are_ignored_or_out_of_range() -> None:
     labels = labels.at[5].set(-100).at[3].set(40)
 
     def run(x):
-        return linear_cross_entropy(x, w, labels, implementation="pallas_gpu", config=NARROW)
+        return linear_cross_entropy(x, w, labels, implementation="pallas_gpu", config=configs(**NARROW, stored_v=128))
 
     with able_to_run("pallas_gpu"):
         loss, dx = jax.jit(lambda x: (run(x), jax.vjp(run, x)[1](jnp.ones(12))[0]))(x)
@@ -74,12 +79,12 @@ def test_labels_that_are_ignored_or_out_of_range() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offset", [-90.0, 90.0])
-def test_padding_beside_logits_that_are_all_far_from_zero(offset: float) -> None:
+@pytest.mark.parametrize(("offset", "stored_v"), [(-90.0, 128), (90.0, 0)])
+def test_padding_beside_logits_that_are_all_far_from_zero(offset: float, stored_v: int) -> None:
     """Columns past V have logits of 0, which must count nothing where all others are near -1,000 or 1,000."""
     x, w, labels = draw(v=70)
     x, w = x.at[:, 0].set(12.0), w.at[0].set(offset)
-    config = configs(128, 2, 2, 128)
+    config = configs(**NARROW, stored_v=stored_v)
 
     def run(x, w, implementation, config=None):
         return linear_cross_entropy(x, w, labels, reduction="sum", implementation=implementation, config=config)
@@ -120,8 +125,10 @@ def _largest_arrays(function, *structs) -> set[tuple[tuple[int, ...], str]]:
 
 
 @pytest.mark.parametrize(("n", "h", "v"), [(8192, 2048, 151936), (8192, 4096, 128256), (32768, 1024, 50257)])
-def test_the_backward_stores_a_chunk_of_gradients_only(n: int, h: int, v: int) -> None:
-    """Beside w, dw, what is cut out of them, dx and 12 bytes for a row of a tile: one array, of 320 MiB at most."""
+def test_what_is_stored_is_bounded(n: int, h: int, v: int) -> None:
+    """Beside w, dw, what is cut out of them, dx and 12 bytes for a row of a tile: exponentials, which the gradients
+    overwrite, of 2.5 GiB at most; and for the other columns a chunk of gradients, of 320 MiB at most.
+    """
     struct = jax.ShapeDtypeStruct
 
     def loss(x, w, labels):
@@ -131,26 +138,52 @@ def test_the_backward_stores_a_chunk_of_gradients_only(n: int, h: int, v: int) -
         arrays = _largest_arrays(
             jax.grad(loss, (0, 1)), struct((n, h), "bfloat16"), struct((h, v), "bfloat16"), struct((n,), "int32")
         )
-    gradients = {shape for shape, dtype in arrays if shape[0] == n and shape != (n, h)}
-    assert gradients
-    assert all(2 * shape[0] * shape[1] <= 320 * MIB for shape in gradients)
     whole, statistics = -(-v // 64) * 64, (-(-v // 256), 3, n)
+    made = {shape for shape, dtype in arrays if shape[0] == n and shape != (n, h)}
+    stored = max(shape[1] for shape in made)
+    assert stored == whole or 2 * n * stored > 2500 * MIB
+    assert 2 * n * stored <= 2560 * MIB
+    assert {dtype for shape, dtype in arrays if shape == (n, stored)} == {"bfloat16"}
+    assert (len(made) == 1) == (stored == whole)
+    assert all(2 * n * width <= 320 * MIB for _, width in made - {(n, stored)})
     known = {(n, h), statistics} | {(h, width) for width in range(64, whole + 1)}
-    assert {shape for shape, _ in arrays} - gradients <= known
+    assert {shape for shape, _ in arrays} - made <= known
 
 
 def test_the_kernels_lower_without_a_gpu() -> None:
-    """One kernel forward; backward one for the whole chunks, in a loop, and one for the rest of the vocabulary."""
+    """One kernel forward; backward one for what was stored, one for the other whole chunks, in a loop, and one for the
+    rest of the vocabulary.
+    """
     struct = jax.ShapeDtypeStruct
 
     def loss(x, w, labels):
-        return linear_cross_entropy(x, w, labels, reduction="mean", config=configs(256, 4, 16, 1024))
+        return linear_cross_entropy(x, w, labels, reduction="mean", config=configs(256, 4, 16, 1024, stored_v=256))
 
     with tilewright.target("h200"):
         traced = jax.jit(jax.grad(loss, (0, 1))).trace(
             struct((300, 256), "bfloat16"), struct((256, 2500), "bfloat16"), struct((300,), "int32")
         )
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 3
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.custom_call @mosaic_gpu") == 4
+
+
+def test_a_part_of_the_vocabulary_saves_what_the_whole_saves() -> None:
+    """The compiler cuts a call after it is traced, when the shapes of what is saved are settled. A part's own
+    exponentials have others, so it saves zeros, and its backward recomputes the logits.
+    """
+    chip, bf16, int32 = Chip.named("h200"), jnp.bfloat16, jnp.int32
+    forward, backward = (Launch(chip, config, None) for config in configs(256, 4, 16, 256, stored_v=512))
+
+    def call(v: int, whole_v: int | None) -> LinearCrossEntropyCall:
+        x, w, labels = (jnp.zeros(shape, dtype) for shape, dtype in (((64, 64), bf16), ((64, v), bf16), ((64,), int32)))
+        return LinearCrossEntropyCall(x=x, w=w, labels=labels, soft_cap=None, whole_v=whole_v)
+
+    part, run = call(300, 600), functools.partial(FORWARD.run, launch=forward, save=True)
+    (_, wanted), (outputs, saved) = jax.eval_shape(run, call(600, None)), jax.eval_shape(run, part)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), saved) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    jaxpr = jax.make_jaxpr(functools.partial(BACKWARD.run, launch=backward))(part, saved, outputs).jaxpr
+    leaves = jax.tree.leaves((part, saved, outputs))
+    (roots,) = (variable for leaf, variable in zip(leaves, jaxpr.invars, strict=True) if leaf is saved.stored.roots)
+    assert not any(variable is roots for equation in jaxpr.eqns for variable in equation.invars)
 
 
 def test_the_kernels_are_traced_inside_shard_map(cpu_devices: list) -> None:
@@ -243,6 +276,13 @@ def test_a_config_that_breaks_a_rule_is_refused_when_built(fields: dict, message
         LinearCrossEntropySm90Backward(**{"block_v": 256, "stages": 4, "band": 16, "chunk_v": 256} | fields)
 
 
+def test_stored_columns_are_whole_blocks() -> None:
+    with pytest.raises(ValueError, match=r"stored_v=300 must be a multiple of block_v=256; use 512, which may be more"):
+        LinearCrossEntropySm90Forward(256, 4, 16, stored_v=300)
+    with pytest.raises(ValueError, match=r"stored_v=-256 must be 0 or more \(columns\); use 0"):
+        LinearCrossEntropySm90Forward(256, 4, 16, stored_v=-256)
+
+
 @pytest.mark.parametrize(("n", "v"), [(1, 1), (5, 70), (8192, 151936), (8192, 128256), (100000, 50257), (2**21, 300)])
 def test_the_heuristic_fits(n: int, v: int) -> None:
     struct = jax.ShapeDtypeStruct
@@ -251,6 +291,7 @@ def test_the_heuristic_fits(n: int, v: int) -> None:
         (decision,) = tilewright.explain(linear_cross_entropy, *arrays).decisions
     assert decision.implementation == "pallas_gpu"
     assert decision.backward.refusal is None
+    assert 2 * n * min(decision.forward.config.stored_v, v) <= 2560 * MIB
     config = decision.backward.config
     # A single block of columns is the least there can be.
     assert 2 * n * min(config.chunk_v, v) <= 320 * MIB or config.chunk_v == config.block_v

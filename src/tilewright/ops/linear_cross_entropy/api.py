@@ -74,7 +74,7 @@ def linear_cross_entropy(
     safe_labels = jnp.where(in_range, labels, 0).astype(jnp.int32)
     if labels.size:
         cap = None if soft_cap is None else float(soft_cap)
-        call = LinearCrossEntropyCall(x=x, w=w, labels=safe_labels, soft_cap=cap)
+        call = LinearCrossEntropyCall(x=x, w=w, labels=safe_labels, soft_cap=cap, whole_v=None)
         nll, logsumexp = OP.run(call, implementation=implementation, config=config)
     else:
         nll = logsumexp = jnp.zeros(labels.shape, accumulator(x.dtype))

@@ -25,6 +25,9 @@ class LinearCrossEntropyCall(Call):
     w: Unembedding = array()
     labels: Labels = array(batch=True, differentiable=False)
     soft_cap: float | None = option()
+    whole_v: int | None = option()
+    """For one device's part of a call that the compiler cuts along V: the columns of the whole vocabulary. Otherwise
+    None."""
 
     def bucket(self) -> Mapping[str, Any]:
         (*tokens, h), v = self.x.shape, self.w.shape[1]

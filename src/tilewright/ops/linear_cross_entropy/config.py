@@ -118,7 +118,21 @@ class _Sm90Tiles(Config):
 
 
 class LinearCrossEntropySm90Forward(_Sm90Tiles):
-    """The tile of logits of the forward kernel, the order of the tiles, and the split of the registers."""
+    """The tile of logits of the forward kernel, the order of the tiles, and what is stored for the backward."""
+
+    stored_v: int = 0
+    """Columns of the vocabulary whose exponentials are stored where a gradient is asked for, 2 bytes for each row and
+    column. The backward recomputes the logits of all others. 0 takes the least memory, V the least time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_integers("stored_v", least=0, why="columns", use="0")
+        if self.stored_v % self.block_v:
+            whole = -(-self.stored_v // self.block_v) * self.block_v
+            raise ValueError(
+                f"stored_v={self.stored_v} must be a multiple of block_v={self.block_v}; use {whole}, which may be more "
+                f"than the vocabulary has"
+            )
 
 
 class LinearCrossEntropySm90Backward(_Sm90Tiles):

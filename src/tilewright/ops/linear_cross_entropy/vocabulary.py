@@ -2,8 +2,13 @@
 
 The statistics of a row are those of its parts, as for the blocks of a kernel: the largest logit m, the sum of
 exp(logit - m), and the label's logit, which one part has. Two maxima and two sums per row go over the network.
+
+Exponentials that a part stores for the backward (`StoredExponentials`) stay on its device. Where the compiler cuts a
+call, what is saved has the shape that the whole call saves, which a part's exponentials do not have: there the backward
+recomputes all logits.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +16,23 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.core.call import Static
+
+
+class StoredExponentials(NamedTuple):
+    """exp(logit - m) of the first W columns, as a forward pass stores them for the backward.
+
+    m is the largest logit of the row in a block of columns, in units of log 2.
+    """
+
+    roots: jax.Array
+    """[N, W]: the square root of exp(logit - m) times the slope of the soft cap, times a power of 2. The bits of float16 in
+    an array of bfloat16."""
+    highest: jax.Array
+    """[N, blocks]: m."""
+    label_logit: jax.Array
+    """[N]: the label's logit, in units of log 2."""
+    block_v: Static
+    """The columns of a block."""
 
 
 class RowStatistics(NamedTuple):
@@ -21,6 +43,7 @@ class RowStatistics(NamedTuple):
     total: jax.Array
     per_nat: Static = Static(1.0)
     """The unit of `highest`: log2(e) where exponentials are powers of 2."""
+    stored: StoredExponentials | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +54,10 @@ class VocabularyShard:
     """The part. A label that another part has is 0 here."""
     has_label: jax.Array
     axes: tuple[str, ...]
+
+    @property
+    def compiled_call(self) -> Any:
+        return dataclasses.replace(self.call, whole_v=self.call.w.shape[1] * jax.lax.axis_size(self.axes))
 
     @classmethod
     def of(cls, call: Any, axes: tuple[str, ...]) -> "VocabularyShard":

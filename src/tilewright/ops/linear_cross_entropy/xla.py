@@ -130,7 +130,7 @@ def _map_blocks(function: Callable[[Any], Any], blocks: tuple[jax.Array, ...]) -
 def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch: Launch) -> LinearCrossEntropyCall:
     """The gradient of a logit is (d_nll + d_logsumexp) p - d_nll [label], times the slope of the soft cap."""
     x, w, labels, soft_cap = call.x, call.w, call.labels, call.soft_cap
-    (highest, total, _), (d_nll, d_logsumexp) = saved, cotangents
+    (highest, total, *_), (d_nll, d_logsumexp) = saved, cotangents
     (n, h), v = x.shape, w.shape[1]
     block_n, block_v = _block_n(launch.config, n), min(launch.config.block_v, v)
     num_v = -(-v // block_v)

@@ -178,7 +178,7 @@ def _heuristic(chip: Chip, call: LinearCrossEntropyCall) -> LinearCrossEntropyTp
 
 
 def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch: Launch) -> LinearCrossEntropyCall:
-    (highest, total, _), (d_nll, d_logsumexp) = saved, cotangents
+    (highest, total, *_), (d_nll, d_logsumexp) = saved, cotangents
     x, w, config = call.x, call.w, launch.config
     (n, h), v = x.shape, w.shape[1]
     label_bits = jax.lax.bitcast_convert_type(call.labels, jnp.float32)

@@ -75,6 +75,21 @@ def test_however_the_worker_ends_it_is_a_line_of_the_report(fake_worker, script:
         assert "last words" in report.error
 
 
+def test_a_probe_reads_the_memory_of_a_refusal_and_keeps_it(fake_worker, tmp_path: Path) -> None:
+    """libtpu is told that there is next to no memory. A program that fits all the same says its sizes."""
+    said = "E1000: Ran out of memory on HBM, the total memory required for HLO temporaries (3.61G) exceeds (64.00M)."
+    told = f"open({str(tmp_path / 'flags')!r}, 'a').write(os.environ['LIBTPU_INIT_ARGS'] + '\\n')\n"
+    fake_worker(f"{told}json.dump({{'ok': False, 'error': {said!r}}}, open(answer, 'w'))")
+    assert aot.probe_memory(add, struct(8, 128), chip="v5e").bytes == int(3.61 * 2**30)
+    assert aot.probe_memory(add, struct(8, 128), chip="v5e").bytes == int(3.61 * 2**30)
+    assert (tmp_path / "flags").read_text().splitlines() == ["--xla_tpu_max_hbm_size_mib=64"]
+    assert not aot.compile(add, struct(8, 128), chip="v5e", schedule=False).ok  # A refusal is no result of a compile.
+    fake_worker(GOOD)
+    assert aot.probe_memory(add, struct(16, 128), chip="v5e").bytes == 6 + 7 + 8
+    fake_worker("json.dump({'ok': False, 'error': 'nothing to say'}, open(answer, 'w'))")
+    assert aot.probe_memory(add, struct(32, 128), chip="v5e").cause == "nothing to say"
+
+
 def test_a_result_is_kept_by_program_chip_libtpu_and_flags(fake_worker, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     fake_worker(f"open({str(runs)!r}, 'a').write('.'){GOOD}")

@@ -56,6 +56,10 @@ _PRINTED = ("PTXAS", "SASS", "HOST_LLVM")
 _POLL_S = 0.2
 _stop = threading.Event()
 """Set while `compile_each` stops its compiles."""
+# A limit that the programs of whole steps exceed: the compiler then stops at memory assignment, and says what it needs.
+_PROBE_MIB = 64
+_NEEDED = re.compile(r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Part of the cache key: increase it when the contents of a cached result change.
 _KEPT = 6
 _COLLECTIVE = re.compile(r"[ )](all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
@@ -126,6 +130,12 @@ class CompileReport:
     argument_bytes: int | None = None
     output_bytes: int | None = None
     temp_bytes: int | None = None
+    alias_bytes: int | None = None
+    """What results share with donated arguments."""
+    peak_bytes: int | None = None
+    """The most memory that is in use at a time, arguments included; None where the compiler does not say."""
+    hlo: str = ""
+    """The optimised program as text, where it was asked for. It is not part of `to_dict`."""
     kernels: tuple[KernelReport, ...] = ()
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     """The number of each kind of collective in a program for several devices, such as {"all-reduce": 1}. Like the
@@ -140,6 +150,7 @@ class CompileReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON. Every time of a kernel is under "estimate"."""
         data = dataclasses.asdict(self)
+        del data["hlo"]
         for kernel, source in zip(data["kernels"], self.kernels, strict=True):
             if source.binary is not None:
                 kernel["binary"] = source.binary.to_dict()
@@ -167,6 +178,36 @@ class _Answer:
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     binaries: tuple[Binary, ...] = ()
+    hlo: str = ""
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is asked of a compile beside its sizes."""
+
+    read: bool = False
+    """Whether to read what the compiler wrote or printed about the kernels."""
+    hlo: bool = False
+    """Whether to keep the optimised program."""
+    probe: bool = False
+    """Whether to stop at memory assignment (TPUs)."""
+
+    @property
+    def key(self) -> str:
+        return " ".join(
+            [_DUMPS if self.read else "", *["hlo"] * self.hlo, *[f"probe {_PROBE_MIB}"] * self.probe]
+        ).strip()
+
+
+@dataclass(frozen=True)
+class MemoryProbe:
+    """What a program needs of a device's memory, as the compiler assigns it."""
+
+    bytes: int | None
+    """Arguments, results and temporaries together; None where it does not compile."""
+    seconds: float
+    cause: str = ""
+    """Why it does not compile."""
 
 
 def compile(
@@ -177,6 +218,7 @@ def compile(
     limit_s: float = 900.0,
     use_cache: bool = True,
     schedule: bool = True,
+    hlo: bool = False,
     **kwargs: Any,
 ) -> CompileReport:
     """Compiles `function(*args, **kwargs)` for a TPU or GPU that is not attached.
@@ -193,13 +235,56 @@ def compile(
       schedule: whether to read the kernels' schedules, or on GPUs their machine code. Without schedules the report has no
         VMEM and no estimates, and long kernels compile in half the time: writing a schedule to disk takes as long as
         computing it.
+      hlo: whether to keep the optimised program, as text (`report.hlo`).
       **kwargs: as `args`, by name.
 
     Returns:
       A report, with a cause and a remedy where the program does not compile. Exceptions are raised only where the machine
       lacks the compiler (`NotSetUp`) and for invalid arguments.
     """
+    how = _How(read=schedule, hlo=hlo)
+    return _compile(function, args, kwargs, _compilable(chip), topology, limit_s, how, use_cache=use_cache)
+
+
+def probe_memory(
+    function: Callable[..., Any],
+    *args: Any,
+    chip: str | Chip = "v6e",
+    topology: str | None = None,
+    limit_s: float = 900.0,
+    use_cache: bool = True,
+    **kwargs: Any,
+) -> MemoryProbe:
+    """Asks the compiler how much of a device's memory `function(*args, **kwargs)` needs. The arguments are `compile`'s.
+
+    For a TPU the compiler stops at memory assignment, a small part of a compile: it is told that the device has next to
+    nothing, and its error has the total. For a GPU there is no such stop, and it is a whole compile.
+    """
     found = _compilable(chip)
+    report = _compile(
+        function, args, kwargs, found, topology, limit_s, _How(probe=found.platform == "tpu"), use_cache=use_cache
+    )
+    if report.ok:
+        sizes = report.argument_bytes, report.output_bytes, report.temp_bytes
+        whole = sum(size or 0 for size in sizes) - (report.alias_bytes or 0)
+        return MemoryProbe(report.peak_bytes or whole, report.seconds)
+    needed = _NEEDED.search(report.error)
+    if needed is None:
+        return MemoryProbe(None, report.seconds, report.cause)
+    return MemoryProbe(int(float(needed[1]) * _UNITS[needed[2]]), report.seconds)
+
+
+def _compile(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: Chip,
+    topology: str | None,
+    limit_s: float,
+    how: _How,
+    *,
+    use_cache: bool,
+) -> CompileReport:
     toolchain = Toolchain.here(found.platform)
     where = _slice(found, topology, num_devices=1)
     began = time.perf_counter()
@@ -222,13 +307,13 @@ def compile(
         return report(ok=False, stage="lower", cause=cause, remedy=remedy, error=str(error.__cause__))
     where = _slice(found, topology, program.num_devices)
     options = _compile_options(program.num_devices)
-    key = _key(program, options, where, toolchain, read=schedule)
+    key = _key(program, options, where, toolchain, how)
     kept = home() / "results" / f"{key}.json"
     answer = _read(kept) if use_cache else None
     cached = answer is not None
     if answer is None:
-        answer = _run(program, options, where, found, toolchain, limit_s, read=schedule)
-        if answer.ok:
+        answer = _run(program, options, where, found, toolchain, limit_s, how)
+        if answer.ok or (how.probe and _NEEDED.search(answer.error)):
             with contextlib.suppress(OSError):  # A full disk loses the next run's time, not this one's report.
                 _write(kept, answer)
     if not answer.ok:
@@ -241,7 +326,8 @@ def compile(
         )
     else:
         kernels = _kernel_reports(program.kernels, answer, found)
-    return report(ok=True, stage="done", cached=cached, kernels=kernels, collectives=answer.collectives, **answer.sizes)
+    found_there = {"kernels": kernels, "collectives": answer.collectives, "hlo": answer.hlo}
+    return report(ok=True, stage="done", cached=cached, **found_there, **answer.sizes)
 
 
 def compile_each(
@@ -328,7 +414,7 @@ def _compile_options(num_devices: int) -> bytes:
     return options.SerializeAsString()
 
 
-def _key(program: Program, options: bytes, where: _Slice, toolchain: Toolchain, *, read: bool) -> str:
+def _key(program: Program, options: bytes, where: _Slice, toolchain: Toolchain, how: _How) -> str:
     digest = hashlib.sha256()
     for part in (
         program.code,
@@ -336,7 +422,7 @@ def _key(program: Program, options: bytes, where: _Slice, toolchain: Toolchain, 
         where.name.encode(),
         *(f"{name}={value}".encode() for name, value in where.description.items()),
         toolchain.version.encode(),
-        f"{_DUMPS if read else ''} {_KEPT}".encode(),
+        f"{how.key} {_KEPT}".encode(),
     ):
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
@@ -349,13 +435,9 @@ def _run(
     chip: Chip,
     toolchain: Toolchain,
     limit_s: float,
-    *,
-    read: bool,
+    how: _How,
 ) -> _Answer:
-    """Compiles in a worker process, and returns an answer however that ends.
-
-    `read`: whether to read what the compiler wrote or printed about the kernels.
-    """
+    """Compiles in a worker process, and returns an answer however that ends."""
     with tempfile.TemporaryDirectory(prefix="tilewright-aot-") as scratch:
         folder = Path(scratch)
         dumps = folder / "dumps"
@@ -368,8 +450,9 @@ def _run(
             for name, value in os.environ.items()
             if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") and not name.startswith("MOSAIC_GPU_")
         }
-        environment |= {**dict(toolchain.environment), **_flags(chip, dumps, read=read)}
-        files = [str(folder / name) for name in ("description", "program", "options", "answer")]
+        environment |= {**dict(toolchain.environment), **_flags(chip, dumps, how)}
+        names = ("description", "program", "options", "answer", *["optimized"] * how.hlo)
+        files = [str(folder / name) for name in names]
         command = [*toolchain.command, worker.__file__, str(toolchain.library), where.name, *files]
         with (folder / "printed").open("w+b") as printed, (folder / "log").open("w+b") as log:
             process = subprocess.Popen(
@@ -393,31 +476,34 @@ def _run(
             if not told["ok"]:
                 return _Answer(ok=False, error=str(told["error"]))
             sizes = _sizes(told)
+            hlo = _hlo_text((folder / "optimized").read_bytes()) if how.hlo else ""
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            how = _ended(code)
-            return _Answer(ok=False, error=f"the compile worker {how} without an answer; the end of its log:\n{tail}")
-        if not read:
-            return _Answer(ok=True, sizes=sizes)
+            ended = _ended(code)
+            return _Answer(ok=False, error=f"the compile worker {ended} without an answer; the end of its log:\n{tail}")
+        if not how.read:
+            return _Answer(ok=True, sizes=sizes, hlo=hlo)
         if chip.platform == "gpu":
             try:
                 binaries = read_binaries(output)
             except NotReadable as error:
                 return _Answer(ok=False, error=f"it compiled, and what the compiler printed could not be read: {error}")
-            return _Answer(ok=True, sizes=sizes, binaries=tuple(binaries))
+            return _Answer(ok=True, sizes=sizes, binaries=tuple(binaries), hlo=hlo)
         schedules, unread = _schedules(program.kernels, dumps, chip)
-        return _Answer(ok=True, sizes=sizes, schedules=schedules, unread=unread, collectives=_collectives(dumps))
+        return _Answer(
+            ok=True, sizes=sizes, schedules=schedules, unread=unread, collectives=_collectives(dumps), hlo=hlo
+        )
 
 
-def _flags(chip: Chip, dumps: Path, *, read: bool) -> dict[str, str]:
-    """Environment variables that tell the compiler what to write or print about kernels."""
+def _flags(chip: Chip, dumps: Path, how: _How) -> dict[str, str]:
+    """Environment variables that tell the compiler what to write or print about kernels, and where to stop."""
     if chip.platform == "gpu":
-        return {f"MOSAIC_GPU_DUMP_{what}": "1" for what in _PRINTED if read}
+        return {f"MOSAIC_GPU_DUMP_{what}": "1" for what in _PRINTED if how.read}
     flags = (
         f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_use_subdirectories=false "
         f"--xla_jf_dump_llo_pass_label_regex={_DUMPS}"
     )
     return {
-        "LIBTPU_INIT_ARGS": flags if read else "",
+        "LIBTPU_INIT_ARGS": flags if how.read else f"--xla_tpu_max_hbm_size_mib={_PROBE_MIB}" if how.probe else "",
         "TPU_SKIP_MDS_QUERY": "1",  # Without this it waits for a metadata server.
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -444,7 +530,23 @@ def _ended(code: int) -> str:
 
 def _sizes(told: dict[str, Any]) -> dict[str, int]:
     sizes = {name: int(told[name]) for name in ("code_bytes", "argument_bytes", "output_bytes", "temp_bytes")}
-    return {name: size for name, size in sizes.items() if size or name != "code_bytes"}  # Not known for GPUs.
+    sizes |= {name: int(told.get(name, 0)) for name in ("alias_bytes", "peak_bytes")}
+    # Not every compiler knows these.
+    return {name: size for name, size in sizes.items() if size or name not in ("code_bytes", "peak_bytes")}
+
+
+def _hlo_text(serialized: bytes) -> str:
+    """An optimised program as text. It is a HloModuleProtoWithConfig, whose first field is the module."""
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
+    position, length = 1, 0
+    for place in range(10):  # A varint.
+        byte = serialized[position]
+        length |= (byte & 0x7F) << (7 * place)
+        position += 1
+        if byte < 0x80:
+            break
+    return _hlo.HloModule.from_serialized_hlo_module_proto(serialized[position : position + length]).to_string()
 
 
 def _dumped_names(kernels: tuple[Kernel, ...], dumped: list[str], calls: list[str]) -> dict[int, str]:

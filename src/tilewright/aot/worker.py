@@ -3,12 +3,13 @@
 It is run as a script, by any Python 3.9 or later, in a process of its own: a compiler may crash, and reads its flags once.
 It imports only the standard library, since under emulation nothing else is installed.
 
-    python worker.py LIBRARY TOPOLOGY DESCRIPTION PROGRAM OPTIONS ANSWER
+    python worker.py LIBRARY TOPOLOGY DESCRIPTION PROGRAM OPTIONS ANSWER [OPTIMIZED]
 
 LIBRARY is the compiler. DESCRIPTION is a JSON object with the settings that the topology is made with, texts by name; it is
 empty where the name is enough. PROGRAM is serialized StableHLO, and OPTIONS is a serialized CompileOptionsProto. One JSON
 object is written to ANSWER:
-{"ok": true, "code_bytes": ..., "temp_bytes": ..., ...} or {"ok": false, "error": "..."}.
+{"ok": true, "code_bytes": ..., "temp_bytes": ..., ...} or {"ok": false, "error": "..."}. Where OPTIMIZED is given, the
+optimised program is written there, as the compiler serializes it.
 
 The struct below mirrors the beginning of PJRT_Api: versions, then function pointers in the order that the ABI fixes.
 """
@@ -84,7 +85,7 @@ NamedText = arguments(
 CreateTopology = arguments(
     ("name", TEXT), ("name_size", SIZE), ("options", POINTER), ("num_options", SIZE), ("topology", POINTER)
 )
-Program = arguments(("code", TEXT), ("code_size", SIZE), ("format", TEXT), ("format_size", SIZE))
+Program = arguments(("code", POINTER), ("code_size", SIZE), ("format", TEXT), ("format_size", SIZE))
 CompileProgram = arguments(
     ("topology", POINTER),
     ("program", POINTER),
@@ -101,12 +102,14 @@ MemoryStats = arguments(
     ("output_bytes", INT64),
     ("alias_bytes", INT64),
     ("temp_bytes", INT64),
-    ("host", INT64 * 6),  # The same for the host's memory, and space for fields of newer versions.
+    ("host", INT64 * 5),  # The same for the host's memory.
+    ("peak_bytes", INT64),
 )
+OptimizedProgram = arguments(("executable", POINTER), ("program", POINTER))
 
 
-def compile_program(library, topology, description, program, options):
-    """Loads the compiler, compiles, and returns the sizes of the executable."""
+def compile_program(library, topology, description, program, options, optimized=None):
+    """Loads the compiler, compiles, and returns the sizes of the executable. `optimized`: the file for its program."""
     library = ctypes.CDLL(library)
     library.GetPjrtApi.restype = ctypes.POINTER(Api)
     api = library.GetPjrtApi().contents
@@ -132,7 +135,8 @@ def compile_program(library, topology, description, program, options):
             name=name, name_size=len(name), options=ctypes.addressof(settings), num_options=len(description)
         ),
     )
-    source = Program(code=program, code_size=len(program), format=b"mlir", format_size=4)
+    code = ctypes.create_string_buffer(program, len(program))
+    source = Program(code=ctypes.addressof(code), code_size=len(program), format=b"mlir", format_size=4)
     source.struct_size = ctypes.sizeof(source)
     compiled = call(
         "Compile",
@@ -142,8 +146,22 @@ def compile_program(library, topology, description, program, options):
     )
     size = call("Executable_SizeOfGeneratedCodeInBytes", CodeSize(executable=compiled.executable)).size
     stats = call("Executable_GetCompiledMemoryStats", MemoryStats(executable=compiled.executable))
-    names = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes")
+    if optimized is not None:
+        write_optimized(call, compiled.executable, optimized)
+    names = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes")
     return {"ok": True, "code_bytes": size, **{field: getattr(stats, field) for field in names}}
+
+
+def write_optimized(call, executable, path):
+    """Writes an executable's optimised program. The first call says how long it is."""
+    program = Program()
+    program.struct_size = ctypes.sizeof(program)
+    call("Executable_OptimizedProgram", OptimizedProgram(executable=executable, program=ctypes.addressof(program)))
+    code = ctypes.create_string_buffer(program.code_size)
+    program.code = ctypes.addressof(code)
+    call("Executable_OptimizedProgram", OptimizedProgram(executable=executable, program=ctypes.addressof(program)))
+    with open(path, "wb") as file:
+        file.write(code.raw)
 
 
 def end_with_parent():
@@ -156,7 +174,7 @@ def end_with_parent():
 
 def main():
     threading.Thread(target=end_with_parent, daemon=True).start()
-    library, topology, description, program, options, answer = sys.argv[1:]
+    library, topology, description, program, options, answer, *optimized = sys.argv[1:]
     with open(description) as file:
         described = json.load(file)
     with open(program, "rb") as file:
@@ -164,7 +182,7 @@ def main():
     with open(options, "rb") as file:
         settings = file.read()
     try:
-        told = compile_program(library, topology, described, code, settings)
+        told = compile_program(library, topology, described, code, settings, *optimized)
     except RuntimeError as error:
         told = {"ok": False, "error": str(error)}
     with open(answer, "w") as file:

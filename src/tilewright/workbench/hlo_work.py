@@ -66,19 +66,20 @@ def live_work(client: Any) -> dict[tuple[str, str], OperationWork]:
 
 def operation_work(text: str) -> dict[str, OperationWork]:
     """The work of each operation of a module, by its name."""
-    computations = dict(_computations(text))
+    by_name = dict(computations(text))
     found: dict[str, OperationWork] = {}
-    for instructions in computations.values():
+    for instructions in by_name.values():
         for each in instructions.values():
             if each.opcode not in _AROUND:
                 called = _CALLED.search(each.rest)
-                inside = computations.get(called[1]) if called and each.opcode == "fusion" else None
+                inside = by_name.get(called[1]) if called and each.opcode == "fusion" else None
                 flops = sum(map(_flops_in(inside), inside.values())) if inside else _flops_in(instructions)(each)
                 found[each.name] = OperationWork(flops or None, _moved(each, instructions, inside) or None)
     return found
 
 
-def _computations(text: str) -> Iterator[tuple[str, dict[str, _Instruction]]]:
+def computations(text: str) -> Iterator[tuple[str, dict[str, _Instruction]]]:
+    """The instructions of each computation of a module, by their names."""
     name, inside = "", None
     for line in text.splitlines():
         if inside is None:

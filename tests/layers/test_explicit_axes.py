@@ -199,7 +199,8 @@ def test_what_cannot_be_cut_is_an_error_with_its_remedy(name: str) -> None:
         LAYERS[name].apply(dataclasses.replace(w, **{cut: value}), x)
     x = jax.device_put(x, NamedSharding(mesh, P(None, "y")))
     told = (
-        rf"^{own}: x is sharded over mesh axis 'y' along its axis T, and .* only; pass jax.sharding.reshard\(x, ...\)"
+        rf"^{own}: x is sharded over mesh axis 'y' along its axis T, and a state continues whole sequences only; pass "
+        rf"jax.sharding.reshard\(x, ...\)"
     )
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=told):
-        LAYERS[name].apply(w, x)
+        LAYERS[name].apply(w, x, LAYERS[name].initial_state(x.shape[0], capacity=8))

@@ -49,14 +49,14 @@ def test_greedy_tokens(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sizes", [(1,) * 5 + (40, 31, 1)])
-def test_logits_in_chunks_and_token_by_token(family: str, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_logits_in_chunks_and_token_by_token(family: str) -> None:
+    """`test_greedy_tokens` has the tokens of every family, in pieces and one by one; this has the numbers."""
     model, golden = held(family)
     states = initial_states(model.architecture, 2, 77, jnp.float32)
     step = jax.jit(lambda ids, states: hidden_states(model.architecture, model.weights, ids, states)[:2])
     got, at = [], 0
-    for size in sizes:
+    for size in (1, 38, 38):
         x, states = step(jnp.asarray(golden["input_ids"][:, at : at + size]), states)
         got.append(logits_of(model.weights, x))
         at += size
@@ -67,9 +67,9 @@ def test_logits_in_chunks_and_token_by_token(family: str, sizes: tuple[int, ...]
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_documents_do_not_see_each_other(family: str) -> None:
     model, golden = held(family)
-    ids = golden["input_ids"][:1]
-    segments = np.repeat([[0, 1, 2]], [20, 31, 26], axis=1)
-    alone = [model(part) for part in np.split(ids, [20, 51], axis=1)]
+    ids = golden["input_ids"][:1, :75]
+    segments = np.repeat([[0, 1, 2]], 25, axis=1)
+    alone = [model(part) for part in np.split(ids, 3, axis=1)]
     np.testing.assert_allclose(model(ids, segments), np.concatenate(alone, axis=1), rtol=0, atol=TOLERANCE)
 
 
@@ -89,10 +89,7 @@ def test_what_is_saved_is_what_was_read(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "distance"),
-    [
-        *((family, "int8", 0.04) for family in HYBRIDS),
-        *((family, *each) for family in ("qwen3", "kimi_linear") for each in (("float8_e4m3fn", 0.06), ("int4", 0.25))),
-    ],
+    [("qwen3_next", "int8", 0.04), ("qwen3", "float8_e4m3fn", 0.06), ("kimi_linear", "int4", 0.25)],
 )
 def test_quantised_weights_are_near(family: str, dtype: str, distance: float) -> None:
     """Relative distance of the logits, of models with 64 channels and random weights."""
@@ -103,10 +100,9 @@ def test_quantised_weights_are_near(family: str, dtype: str, distance: float) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_bfloat16_is_near(family: str) -> None:
-    _, golden = held(family)
-    model = models.load(GOLDEN / family)
+def test_bfloat16_is_near() -> None:
+    _, golden = held("kimi_linear")
+    model = models.load(GOLDEN / "kimi_linear")
     assert model.dtype == jnp.bfloat16
     got = np.asarray(model(golden["input_ids"]), np.float32)
     assert np.linalg.norm(got - golden["logits"]) / np.linalg.norm(golden["logits"]) < 0.03
@@ -129,17 +125,15 @@ def test_a_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_weights_on_a_mesh(family: str) -> None:
+def test_weights_on_a_mesh() -> None:
     """Sharded over heads, hidden channels, experts and the vocabulary: the same logits."""
-    _, golden = held(family)
+    _, golden = held("kimi_linear")
     mesh = jax.make_mesh((2, 2), ("tensor", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    model = models.load(GOLDEN / family, dtype="float32", mesh=mesh)
+    model = models.load(GOLDEN / "kimi_linear", dtype="float32", mesh=mesh)
     assert model.weights.head.sharding.spec == jax.sharding.PartitionSpec(None, "tensor")
     leaves = jax.tree.leaves(model.weights.runs)
     assert any("tensor" in leaf.sharding.spec for leaf in leaves)
-    if "moe" in family or family in ("qwen3_next", "kimi_linear"):
-        assert any("expert" in leaf.sharding.spec for leaf in leaves)
+    assert any("expert" in leaf.sharding.spec for leaf in leaves)
     np.testing.assert_allclose(model(golden["input_ids"]), golden["logits"], rtol=0, atol=TOLERANCE)
 
 

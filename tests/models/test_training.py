@@ -158,12 +158,12 @@ def some_batch(vocabulary: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
 
 
 @functools.cache
-def gradients(architecture: Any, table: Any) -> Any:
+def gradients(architecture: Any, table: Any, pipeline: Any = None) -> Any:
     """The objective, its parts and its gradients, as a step computes them of (weights, batch)."""
 
     def loss(weights: Any, each: Any, count: Any) -> Any:
         cast = training.cast(architecture, weights, table.dtype)
-        return training.loss_of(architecture, cast, each, table, count)
+        return training.loss_of(architecture, cast, each, table, count, pipeline)
 
     return jax.jit(lambda weights, batch: training.gradients_of(loss, weights, batch))
 
@@ -287,13 +287,12 @@ def _biases(weights: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "policies"), [("qwen3_5_text", ("full", "dots", "ops")), ("kimi_linear", ("ops",))])
-def test_remat_changes_nothing_but_memory(family: str, policies: tuple[str, ...], tmp_path: Path) -> None:
-    architecture, weights = made(family)
+def test_remat_changes_nothing_but_memory(tmp_path: Path) -> None:
+    architecture, weights = made("qwen3_5_text")
     batch = some_batch(architecture.vocab_size, (1, 1, 32))
     table = config_of(tmp_path).train
     expected = gradients(architecture, table)(weights, batch)
-    for name in policies:
+    for name in ("full", "dots", "ops"):
         got = gradients(architecture, dataclasses.replace(table, remat=name))(weights, batch)
         assert_close(got, expected, 1e-4)
 
@@ -305,10 +304,9 @@ from tilewright.models.train_config import TrainConfig
 from tilewright.models.training import Training
 path, folder, when = sys.argv[1:]
 def kill(): os.kill(os.getpid(), signal.SIGKILL)
-real, saves = ocp.CheckpointManager.save, []
+real = ocp.CheckpointManager.save
 def save(*args, **kwargs):
-    saves.append(None)
-    if when == "saving" and len(saves) == 2:
+    if when == "saving":
         threading.Timer(0.005, kill).start()
     return real(*args, **kwargs)
 ocp.CheckpointManager.save = save
@@ -324,7 +322,7 @@ run.model().save(folder + "/final")
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """SIGKILL between steps, twice, and while a checkpoint is written."""
+    """SIGKILL between steps, and while a checkpoint is written."""
     (tmp_path / "text.txt").write_text(TEXT)
     config = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY.items())
     (tmp_path / "run.toml").write_text(
@@ -338,8 +336,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         return subprocess.run(words, timeout=300, capture_output=True).returncode
 
     assert ran("straight", "never") == 0
-    assert [ran("killed", when) for when in ("3", "5", "never")] == [-signal.SIGKILL, -signal.SIGKILL, 0]
-    assert [ran("saving", when) for when in ("saving", "never")] == [-signal.SIGKILL, 0]
+    assert [ran("killed", when) for when in ("3", "saving", "never")] == [-signal.SIGKILL, -signal.SIGKILL, 0]
 
     def losses(folder: str) -> dict[str, set[str]]:
         """The losses that each step had, in every process that made it."""
@@ -352,6 +349,5 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     straight = losses("straight")
     assert len(straight) == 6
     weights = (tmp_path / "straight" / "final" / "model.safetensors").read_bytes()
-    for folder in ("killed", "saving"):
-        assert losses(folder) == straight
-        assert (tmp_path / folder / "final" / "model.safetensors").read_bytes() == weights
+    assert losses("killed") == straight
+    assert (tmp_path / "killed" / "final" / "model.safetensors").read_bytes() == weights

@@ -16,11 +16,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
-from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.core.partitioning import explicit_axes, placed, run_on_parts
 from tilewright.core.segments import segment_starts
 from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, norm, placed_state, project, split_heads
 from tilewright.ops.attention.api import flash_attention
@@ -162,7 +163,7 @@ class Attention(Layer[AttentionWeights]):
         packed = checkpoint.array("q_proj.weight", (self.num_heads, 2, self.head_dim, self.d_model))
         return {name: packed[:, n].reshape(-1, self.d_model).T for n, name in enumerate(("q_proj", "gate_proj"))}
 
-    def packed(self, weights: AttentionWeights) -> dict[str, jax.Array]:
+    def packed(self, weights: AttentionWeights) -> dict[str, Any]:
         if not self.gated:
             return {}
         parts = [getattr(weights, name).T.reshape(self.num_heads, self.head_dim, -1) for name in self.packed_fields]
@@ -205,10 +206,12 @@ class Attention(Layer[AttentionWeights]):
         this module). `segment_ids` [B, T] separates packed sequences; the given state belongs to the first token's
         segment. RoPE positions count all tokens of a row, since only their differences matter. `implementation` is that
         of `flash_attention`; the other ops, and the step of a single token, take the best that the device can run.
+
+        Where an Explicit mesh axis cuts x along T, y is cut alike, and the cache has whole sequences.
         """
         self.check_tokens(x)
         self.check_weights(weights)
-        self.check_shardings(weights, x)
+        context = self.check_shardings(weights, x, state)
         b, t, _ = x.shape
         if state is not None:
             self._check_state(state, x)
@@ -238,7 +241,14 @@ class Attention(Layer[AttentionWeights]):
         segment_ids = None if segment_ids is None else placed(segment_ids, [batch, ()])
         # The segments of a row, numbered 0, 1, 2, ... in order: an id that occurs again later is another segment.
         runs = None if segment_ids is None else jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
-        if state is None or state.length is None:
+        if context is not None:
+            o = attend_over(context, q, k, v, runs, implementation)
+            keys, values = (placed(each, [batch, (), *explicit_axes(each)[2:]]) for each in (k, v))
+            first = None
+            if runs is not None:
+                first = _segment_starts(runs, positions, placed(jnp.zeros((b,), jnp.int32), [batch]))[:, -1]
+            after = AttentionState(keys, values, first)
+        elif state is None or state.length is None:
             o, after = _attend_grown(q, k, v, state, runs, implementation)
         else:
             o, after = _attend_fixed(q, k, v, state, positions, runs, implementation)
@@ -261,6 +271,25 @@ class Attention(Layer[AttentionWeights]):
                 f"state has room for {capacity} tokens, holds {length}, and x has T={t} more; make it larger with "
                 f"initial_state(batch, capacity={length + t}) or more"
             )
+
+
+def attend_over(
+    context: str,
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "B T KV C"],
+    v: Float[Array, "B T KV V"],
+    segment_ids: Int[Array, "B T"] | None,
+    implementation: ImplementationName | None,
+) -> Float[Array, "B T H V"]:
+    """Causal attention of sequences that an Explicit mesh axis cuts. `segment_ids` differ between all segments of a row."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any) -> Any:
+        options: Any = {"axis_name": context, "implementation": implementation}
+        return flash_attention(q, k, v, causal=True, segment_ids=segment_ids, **options)
+
+    axes = explicit_axes(q)
+    segment_ids = None if segment_ids is None else placed(segment_ids, axes[:2])
+    return run_on_parts(attend, (q, k, v, segment_ids), P(*axes))
 
 
 def cache_positions(length: Any, t: int) -> Int[Array, "*rows T"]:
@@ -299,7 +328,9 @@ def _segment_starts(
 ) -> Int[Array, "B T"]:
     """For each token the position where its segment starts; the first segment started at `first`."""
     positions = positions if positions.ndim == 2 else positions[None]
-    own = jnp.where(segment_starts(runs), jnp.broadcast_to(positions, runs.shape), -1)
+    # Placed, since positions that need no broadcast, of one row, would decide where the result lies.
+    positions = placed(jnp.broadcast_to(positions, runs.shape), explicit_axes(runs))
+    own = jnp.where(segment_starts(runs), positions, -1)
     latest = jax.lax.cummax(own, axis=1)
     return jnp.where(latest < 0, jnp.broadcast_to(first[:, None], runs.shape), latest)
 

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.core.dispatch import ImplementationName
-from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.core.partitioning import explicit_axes, placed, run_on_parts
 from tilewright.core.quantized import QuantizedArray
 from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
 from tilewright.ops.delta_rule.api import LARGEST_WIDTH, SMALLEST_WIDTH
@@ -122,22 +123,35 @@ class DeltaLayer[W](Layer[W]):
         With the `state` of an earlier call it continues from there. `segment_ids` [B, T] separates packed sequences;
         the given state belongs to the first token's segment. `implementation` is that of the delta rule; the other ops,
         and the step of a single token, take the best that the device can run.
+
+        Where an Explicit mesh axis cuts x along T, y is cut alike, and the state is that after the whole sequence.
         """
         self.check_tokens(x)
         self.check_weights(weights)
-        self.check_shardings(weights, x)
+        context = self.check_shardings(weights, x, state)
         if state is None:
             state = DeltaState(None, None, None, None)
         else:
             self.check_state(state, x, **self._state_shapes())
         (b, t, _), heads = x.shape, self.heads
-        q, q_conv = _convolved(x, weights.q_proj, weights.q_conv, state.q_conv, segment_ids)
-        k, k_conv = _convolved(x, weights.k_proj, weights.k_conv, state.k_conv, segment_ids)
-        v, v_conv = _convolved(x, weights.v_proj, weights.v_conv, state.v_conv, segment_ids)
+        if segment_ids is not None and context is not None:
+            segment_ids = placed(segment_ids, explicit_axes(x)[:2])
+        q, q_conv = _convolved(x, weights.q_proj, weights.q_conv, state.q_conv, segment_ids, context)
+        k, k_conv = _convolved(x, weights.k_proj, weights.k_conv, state.k_conv, segment_ids, context)
+        v, v_conv = _convolved(x, weights.v_proj, weights.v_conv, state.v_conv, segment_ids, context)
         q, k = (split_heads(keys, heads.key_heads) for keys in (q, k))  # [B, T, H, K]
         inputs = (q, k, split_heads(v, heads.value_heads), *self.gates(weights, x))
         sequence, step = self.op
-        if t != 1:
+        if context is not None:
+
+            def on_part(segment_ids: Any, *inputs: jax.Array) -> Any:
+                options = {"segment_ids": segment_ids, "implementation": implementation}
+                return sequence(*inputs, normalize_qk=True, axis_name=context, **options)
+
+            batch, _, over, _ = explicit_axes(inputs[2])
+            outputs = P(batch, context, over, None), P(batch, over, None, None)
+            o, memory = run_on_parts(on_part, (segment_ids, *inputs), outputs)
+        elif t != 1:
             options = {"segment_ids": segment_ids, "implementation": implementation}
             o, memory = sequence(*inputs, initial_state=state.memory, normalize_qk=True, **options)
         else:
@@ -169,12 +183,19 @@ def _convolved(
     filters: Float[Array, "W E"],
     conv_state: Float[Array, "B W-1 E"] | None,
     segment_ids: Int[Array, "B T"] | None,
+    context: str | None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B W-1 E"]]:
     """silu(conv(x projection)), and the convolution's state after it. A single token takes the step."""
     y = project(x, projection)
     over = explicit_axes(y)
     filters = placed(filters.astype(y.dtype), [(), over[2]])
     conv_state = None if conv_state is None else placed(conv_state.astype(y.dtype), over)
+    if context is not None:
+
+        def on_part(y: jax.Array, filters: jax.Array, segment_ids: Any) -> Any:
+            return short_conv(y, filters, activation="silu", segment_ids=segment_ids, axis_name=context)
+
+        return run_on_parts(on_part, (y, filters, segment_ids), (P(*over), P(over[0], None, over[2])))
     if x.shape[1] != 1:
         return short_conv(y, filters, activation="silu", initial_state=conv_state, segment_ids=segment_ids)
     if conv_state is None:

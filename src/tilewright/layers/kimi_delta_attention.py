@@ -1,6 +1,7 @@
 """Kimi Delta Attention, the layer of Kimi Linear: a gated delta rule with one decay per key channel."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -95,7 +96,7 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
             "gate_up": linear("g_b_proj", rank, channels, self.num_heads),
         }
 
-    def packed(self, weights: KimiDeltaAttentionWeights) -> dict[str, jax.Array]:
+    def packed(self, weights: KimiDeltaAttentionWeights) -> dict[str, Any]:
         """A checkpoint has an axis more: filters [channels, 1, W], and A_log [1, 1, H, 1]."""
         return {
             **{f"{of}_conv1d.weight": getattr(weights, f"{of}_conv").T[:, None] for of in "qkv"},

@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.partitioning import axes_named, explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, quantize
+from tilewright.core.target import current_chip
 from tilewright.ops.matmul.api import matmul
 
 _INT4_BLOCK = 128
+_FEW_ROWS, _WHOLE = 64, 64
 # A field of a pytree: an array, or what a tree.map has put in its place, such as a ShapeDtypeStruct or a sharding.
 Leaf = Any
 
@@ -57,13 +59,19 @@ def norm(name: str, channels: int, value: float = 1.0) -> Parameter:
 
 
 def project(
-    x: Float[Array, "*tokens D"], w: Float[Array, "D E"] | QuantizedArray, dtype: Any = None
+    x: Float[Array, "*tokens D"],
+    w: Float[Array, "D E"] | QuantizedArray,
+    dtype: Any = None,
+    *,
+    transposed: bool = False,
 ) -> Float[Array, "*tokens E"]:
     """x @ w in x's dtype, or in `dtype`. w is cast to x's, so that float32 weights train with bfloat16 activations.
 
     On Explicit mesh axes, which ask for it to be said, the result is sharded as x's tokens and w's columns are. Tokens that
     are sharded over a mesh axis gather a w that is sharded over it (FSDP). Where D is sharded over other axes, each device
-    multiplies its part of D, and the products are summed. A quantised w goes through `matmul`.
+    multiplies its part of D, and the products are summed. A quantised w goes through `matmul`, and so do few rows on a GPU,
+    where XLA reads w at a fraction of the memory's bandwidth: unless w is the transpose of what lies in memory
+    (`transposed`), which the kernel would copy.
     """
     if isinstance(w, QuantizedArray):
         return matmul(x, w) if dtype is None else matmul(x, w).astype(dtype)
@@ -72,6 +80,8 @@ def project(
     w = w.astype(x.dtype)
     (*tokens, channels), (rows, columns) = explicit_axes(x), explicit_axes(w)
     if not any((*tokens, channels, rows, columns)):
+        if not transposed and _is_decoded(x, w):
+            return matmul(x, w, out_dtype=dtype)
         return jnp.dot(x, w, precision=precision, preferred_element_type=dtype)
     columns = _without(columns, *tokens)
     inner = _without(channels or rows, *tokens, columns)
@@ -79,6 +89,12 @@ def project(
     mesh = jax.typeof(w if inner or columns else x).sharding.mesh
     sharding = NamedSharding(mesh, P(*tokens, columns))
     return jnp.dot(x, w, precision=precision, preferred_element_type=dtype, out_sharding=sharding)
+
+
+def _is_decoded(x: jax.Array, w: jax.Array) -> bool:
+    """Whether x has the few rows of decoding, and w the sizes that a GPU's kernel reads as they are."""
+    few = math.prod(x.shape[:-1]) <= _FEW_ROWS and x.dtype == jnp.bfloat16
+    return few and not any(size % _WHOLE for size in w.shape) and current_chip((x, w)).platform == "gpu"
 
 
 def _without(axes: tuple[str, ...], *used: tuple[str, ...]) -> tuple[str, ...]:
@@ -149,11 +165,11 @@ class Layer[W]:
         """The weights that a checkpoint has packed into larger tensors."""
         return {}
 
-    def packed(self, weights: Any) -> dict[str, jax.Array]:
+    def packed(self, weights: Any) -> dict[str, Any]:
         """The tensors of a checkpoint that `unpacked` reads, by name: its inverse."""
         return {}
 
-    def to_checkpoint(self, weights: W, prefix: str = "") -> dict[str, jax.Array]:
+    def to_checkpoint(self, weights: W, prefix: str = "") -> dict[str, Any]:
         """The tensors of a checkpoint under `prefix`: the inverse of `from_checkpoint`."""
         start = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
         tensors = self.packed(weights)
@@ -199,13 +215,17 @@ class Layer[W]:
                 takes = "None" if wanted is None else list(wanted)
                 raise ValueError(f"weights.{name} is {given} and this {own} takes {takes}; {remedy}")
 
-    def check_shardings(self, weights: Any, x: jax.Array) -> None:
-        """Raises where Explicit mesh axes cut x along T, or heads into parts that are not whole heads."""
+    def check_shardings(self, weights: Any, x: jax.Array, state: Any) -> str | None:
+        """The Explicit mesh axis that x [B, T, D] is cut over along T; None where sequences are whole.
+
+        Raises where T is cut and there is a state, and where heads are cut into parts that are not whole heads.
+        """
         own, tokens = type(self).__name__, explicit_axes(x)
-        if tokens[1]:
+        if len(tokens[1]) > 1 or (tokens[1] and state is not None):
+            several = "one mesh axis can cut it" if state is None else "a state continues whole sequences only"
             raise ValueError(
-                f"{own}: x is sharded over {axes_named(tokens[1])} along its axis T, and a layer can be cut along B and "
-                f"along the heads of its weights only; pass jax.sharding.reshard(x, ...) without it"
+                f"{own}: x is sharded over {axes_named(tokens[1])} along its axis T, and {several}; pass "
+                f"jax.sharding.reshard(x, ...) without it"
             )
         heads = {name: parameter.heads for name, parameter in self.parameters().items() if parameter.heads > 1}
         for name in heads:
@@ -221,6 +241,7 @@ class Layer[W]:
                         f"and weights.{other} has {count} heads; use a mesh whose axis divides them, or pass "
                         f"jax.sharding.reshard(weights.{name}, ...) without it"
                     )
+        return tokens[1][0] if tokens[1] else None
 
     def check_state(self, state: Any, x: jax.Array, **wanted: tuple[int, ...]) -> None:
         """Raises where a state is not this layer's, or of another batch. `wanted`: the shapes of its fields after B."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
-from tilewright.layers.attention import cache_positions, held, written
+from tilewright.layers.attention import attend_over, cache_positions, held, written
 from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
@@ -109,11 +109,12 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         """Returns y [B, T, D] and the cache after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
 
         Without a state the returned cache is a grown one, of the tokens of x. `segment_ids` [B, T] separates packed
-        sequences, of calls without a state. `implementation` is that of `flash_attention`.
+        sequences, of calls without a state. `implementation` is that of `flash_attention`. Where an Explicit mesh axis cuts
+        x along T, y is cut alike, and the cache has whole sequences.
         """
         self.check_tokens(x)
         self.check_weights(weights)
-        self.check_shardings(weights, x)
+        context = self.check_shardings(weights, x, state)
         (b, t, _), h, r = x.shape, self.num_heads, self.latent_dim
         q = split_heads(project(x, weights.q_proj), h)  # [B, T, H, C + E]
         down = project(x, weights.kv_down)  # [B, T, R + E]
@@ -121,8 +122,11 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         latents = jnp.concatenate([latent, down[..., r:]], axis=-1)
         if state is None:
             k, v = self._expanded(weights, latents)
-            o = flash_attention(q, k, v, causal=True, segment_ids=segment_ids, implementation=implementation)
-            after = LatentState(latents, None)
+            if context is None:
+                o = flash_attention(q, k, v, causal=True, segment_ids=segment_ids, implementation=implementation)
+            else:
+                o = attend_over(context, q, k, v, segment_ids, implementation)
+            after = LatentState(placed(latents, [explicit_axes(x)[0], (), ()]), None)
         else:
             if segment_ids is not None:
                 raise ValueError("LatentAttention takes segment_ids without a state only; pass one sequence per row")

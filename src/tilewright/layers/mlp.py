@@ -54,7 +54,7 @@ class MLP(Layer[MLPWeights]):
         gate, up = (checkpoint.array(f"{name}_proj.weight", shape).T for name in ("gate", "up"))
         return {"gate_up": jnp.stack([gate, up], axis=1)}
 
-    def packed(self, weights: MLPWeights) -> dict[str, jax.Array]:
+    def packed(self, weights: MLPWeights) -> dict[str, Any]:
         return {f"{name}_proj.weight": weights.gate_up[:, n].T for n, name in enumerate(("gate", "up"))}
 
     def quantized(self, weights: MLPWeights, dtype: str) -> MLPWeights:

@@ -175,11 +175,11 @@ class MoE(Layer[MoEWeights]):
     def packed_fields(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("gate_up", "down", *(("shared_gate_up", "shared_down") if self.shared_dim else ()))
 
-    def packed(self, weights: MoEWeights) -> dict[str, jax.Array]:
+    def packed(self, weights: MoEWeights) -> dict[str, Any]:
         """A tensor per expert and product, with the names of Qwen3, or with `kimi_names` of Kimi Linear."""
         names, shared = (_KIMI_NAMES, "shared_experts") if self.kimi_names else (_NAMES, "shared_expert")
 
-        def expert(of: str, gate_up: jax.Array, down: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
+        def expert(of: str, gate_up: Any, down: Any, names: tuple[str, ...]) -> dict[str, Any]:
             values = (gate_up[:, 0].T, gate_up[:, 1].T, down.T)
             return {f"{of}.{name}.weight": value for name, value in zip(names, values, strict=True)}
 
@@ -188,7 +188,7 @@ class MoE(Layer[MoEWeights]):
                 raise ValueError(
                     f"weights.{name} is quantised, and a checkpoint has no name for that; save float weights"
                 )
-        tensors: dict[str, jax.Array] = {}
+        tensors: dict[str, Any] = {}
         for number in range(self.num_experts):
             tensors |= expert(f"experts.{number}", weights.gate_up[number], weights.down[number], names)
         if self.shared_dim:

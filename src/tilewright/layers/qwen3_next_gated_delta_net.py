@@ -1,6 +1,7 @@
 """Gated DeltaNet of Qwen3-Next: a gated delta rule with one decay per head."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ class Qwen3NextGatedDeltaNet(DeltaLayer[Qwen3NextGatedDeltaNetWeights]):
         rows = [part.reshape(-1, d).T for part in parts]
         return dict(zip(self.packed_fields, (*rows, *convolutions), strict=True))
 
-    def packed(self, weights: Qwen3NextGatedDeltaNetWeights) -> dict[str, jax.Array]:
+    def packed(self, weights: Qwen3NextGatedDeltaNetWeights) -> dict[str, Any]:
         heads = self.heads
         rows = [getattr(weights, name).T for name in self.packed_fields[:6]]
         filters = jnp.concatenate([getattr(weights, name) for name in self.packed_fields[6:]], axis=1).T

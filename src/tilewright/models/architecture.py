@@ -8,11 +8,13 @@ blocks and one of attention. A run is a pattern of blocks and how often it comes
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -21,6 +23,8 @@ from tilewright.layers.attention import StackedCache, layer_of
 from tilewright.layers.layer import Layer, Leaf, project
 from tilewright.layers.moe import Routing
 from tilewright.ops.norm.api import rms_norm
+from tilewright.parallel.mesh import MeshError
+from tilewright.parallel.pipeline import PIPELINE, Pipeline, is_staged, run_stages
 
 _LONGEST_PERIOD = 8
 _CACHE_TILE = 64
@@ -158,14 +162,26 @@ def hidden_states(
     *,
     capacity: int | None = None,
     remat: Any = None,
+    pipeline: Pipeline | None = None,
 ) -> tuple[jax.Array, Any, list[Any]]:
     """The last hidden states [B, T, D], normalised; the states after; and the routings, stacked per block of a pattern.
 
     `states` continue earlier calls, which return no routings and have no gradients. Without them no states are returned,
     unless there is a `capacity`: then ids are the first tokens, and the states have room for so many. `remat` is a policy
     of `jax.checkpoint` for each repeat of a pattern, or None to keep everything. On Explicit mesh axes None does not keep
-    weights that were gathered (FSDP): the backward pass gathers them again.
+    weights that were gathered (FSDP): the backward pass gathers them again. Where the layers of a run are cut over the mesh
+    axis "pipeline", they run as its stages, and `pipeline` says how; the rows of the results are cut over it, too.
     """
+    if any(is_staged(run) for run in weights.runs):
+        if states is not None or capacity is not None:
+            raise MeshError(
+                "the stages of a pipeline keep no states, so they cannot generate; use a mesh without pipeline"
+            )
+        mesh = jax.typeof(weights.embedding).sharding.mesh
+        ids = _over_pipeline(ids, mesh)
+        segment_ids = None if segment_ids is None else _over_pipeline(segment_ids, mesh)
+        parts = math.prod(mesh.shape[axis] for axis in explicit_axes(ids)[0])
+        pipeline = (pipeline or Pipeline()).of_rows(ids.shape[0], parts, mesh.shape[PIPELINE])
     # On Explicit mesh axes an update in place would have to say its sharding.
     in_place = states is not None and not any(any(explicit_axes(x)) for x in jax.tree.leaves((weights, ids, states)))
     x = embedded(weights.embedding, ids)  # [B, T, D]
@@ -178,7 +194,7 @@ def hidden_states(
             after.append(state)
             continue
 
-        def body(x: jax.Array, layer: Any, run: Run = run) -> Any:
+        def body(segment_ids: Any, x: jax.Array, layer: Any, run: Run = run) -> Any:
             own, before = layer
             results = []
             for position, block in enumerate(run.pattern):
@@ -192,11 +208,33 @@ def hidden_states(
         sharded = any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves(own))
         policy = _all_but_gathered if remat is None and sharded else remat
         step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
-        x, (state, routing) = jax.lax.scan(step, x, (own, None if states is None else states[number]))
-        after.append(state)
+        if is_staged(own):
+            assert pipeline is not None
+
+            def stage(own: Any, x: jax.Array, segment_ids: Any, step: Any = step) -> Any:
+                x, (_, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, (own, None))
+                return x, routing
+
+            x, routing = run_stages(stage, own, x, segment_ids, pipeline)
+        else:
+            layers = (own, None if states is None else states[number])
+            x, (state, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, layers)
+            after.append(state)
         routings += [each for each in routing if each is not None]
     x = rms_norm(x, weights.norm, eps=architecture.eps, offset=architecture.norm_offset)
     return x, None if states is None and capacity is None else tuple(after), routings
+
+
+def _over_pipeline(x: jax.Array, mesh: Any) -> jax.Array:
+    """Tokens [B, T] whose rows are cut over the pipeline, and over what they are cut over already."""
+    rows, *tokens = explicit_axes(x)
+    rows = (PIPELINE, *(axis for axis in rows if axis != PIPELINE))
+    parts = math.prod(mesh.shape[axis] for axis in rows)
+    if x.shape[0] % parts:
+        spelled = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in rows)
+        whole = -(-x.shape[0] // parts) * parts
+        raise MeshError(f"a batch of {x.shape[0]} rows cannot be cut into {parts} parts, {spelled}; use {whole} rows")
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(rows, *tokens)))
 
 
 def _run_in_place(
@@ -290,7 +328,7 @@ def head_of(weights: ModelWeights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def logits_of(weights: ModelWeights, x: jax.Array) -> jax.Array:
     """Logits [..., V] in float32."""
     head, x = head_of(weights, x)
-    return project(x, head, jnp.float32)
+    return project(x, head, jnp.float32, transposed=weights.head is None)
 
 
 def initial_states(architecture: Architecture, batch: int, capacity: int, dtype: Any) -> Any:

@@ -18,6 +18,7 @@ from tilewright.models.checkpoint import Checkpoint, CheckpointError
 from tilewright.models.config import Config
 from tilewright.models.model import Model
 from tilewright.models.sharding import check_mesh, rules_of
+from tilewright.parallel.mesh import auto_axes
 from tilewright.parallel.processes import global_array
 from tilewright.parallel.rules import path_name
 
@@ -181,7 +182,7 @@ class _Loader:
             if self._mesh is None:
                 return jnp.zeros(shape, leaf.dtype)
             spec = self._rules.spec(f"{prefix}.{path_name(path)}", shape, self._mesh)
-            return jnp.zeros(shape, leaf.dtype, device=NamedSharding(self._mesh, spec))
+            return jnp.zeros(shape, leaf.dtype, device=NamedSharding(auto_axes(self._mesh), spec))
 
         return jax.tree_util.tree_map_with_path(zeros, own)
 
@@ -203,7 +204,11 @@ class _Loader:
                 if self._mesh is not None:
                     own = jax.tree.map(_beside, own, stacks[position])
                 stacks[position] = _put(stacks[position], own, jnp.int32(repeat))
-        return tuple(stacks)
+        return tuple(stacks) if self._mesh is None else jax.tree.map(self._finished, tuple(stacks))
+
+    def _finished(self, stack: jax.Array) -> jax.Array:
+        """Filled weights, whose mesh has Auto axes, as weights on the given mesh: they stay where they are."""
+        return jax.device_put(stack, NamedSharding(self._mesh, stack.sharding.spec))  # type: ignore[attr-defined]
 
     def _block(self, block: Block, number: int) -> BlockWeights:
         prefix = f"{self._architecture.prefix}layers.{number}"

@@ -17,7 +17,7 @@ from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.layer import Layer
 from tilewright.layers.mlp import MLP
 from tilewright.models.architecture import Architecture, ModelWeights
-from tilewright.models.sharding import PARTS
+from tilewright.models.sharding import PARTS, staged_run
 from tilewright.models.train_config import LoraTable, TrainConfigError
 from tilewright.parallel.rules import LogicalAxes, Rules
 
@@ -62,15 +62,16 @@ def rules_of(architecture: Architecture) -> Rules:
     """Where the factors belong on a mesh: A's inputs and B's outputs as those of the projection, and ranks whole."""
     axes: dict[str, LogicalAxes] = {}
     for number, run in enumerate(architecture.runs):
+        layers = "layers" if number == staged_run(architecture) else None
         for position, block in enumerate(run.pattern):
             for part in PARTS:
                 layer = getattr(block, part)
                 for name, _, _ in _projections(layer):
                     parameter = layer.parameters()[name]
                     path = f"{number}.{position}.{part}.{name}"
-                    axes[f"{path}.a"] = ("layers", parameter.axes[0], None)
+                    axes[f"{path}.a"] = (layers, parameter.axes[0], None)
                     # Gates and values that lie side by side cannot be cut as the weights are, each for itself.
-                    axes[f"{path}.b"] = ("layers", None, parameter.axes[1] if len(parameter.shape) == 2 else None)
+                    axes[f"{path}.b"] = (layers, None, parameter.axes[1] if len(parameter.shape) == 2 else None)
     return Rules(axes)
 
 

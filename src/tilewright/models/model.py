@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from tilewright.models import checkpoint, generation
 from tilewright.models.architecture import Architecture, Block, ModelWeights, hidden_states, logits_of
 from tilewright.models.sharding import check_mesh, rules_of
+from tilewright.parallel.mesh import auto_axes
 from tilewright.parallel.rules import Rules
 
 
@@ -165,6 +166,13 @@ def _whole(x: Any) -> Any:
     return np.asarray(process_allgather(x, tiled=True))
 
 
+def _indexable(x: Any) -> Any:
+    """An array that may be cut along its first axis, as one that JAX indexes there."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not isinstance(x.sharding, NamedSharding):
+        return x
+    return jax.device_put(x, NamedSharding(auto_axes(x.sharding.mesh), x.sharding.spec))
+
+
 def _tensors(architecture: Architecture, weights: ModelWeights) -> Iterator[tuple[str, Any]]:
     """The tensors of a checkpoint by name, one at a time."""
     prefix = architecture.prefix
@@ -172,7 +180,7 @@ def _tensors(architecture: Architecture, weights: ModelWeights) -> Iterator[tupl
     for run, stacks in zip(architecture.runs, weights.runs, strict=True):
         for repeat in range(run.count):
             for position, block in enumerate(run.pattern):
-                own = jax.tree.map(lambda leaf, repeat=repeat: _whole(leaf[repeat]), stacks[position])
+                own = jax.tree.map(lambda leaf, repeat=repeat: _whole(_indexable(leaf)[repeat]), stacks[position])
                 yield from _block_tensors(block, own, f"{prefix}layers.{run.layer(repeat, position)}")
     yield f"{prefix}norm.weight", _whole(weights.norm)
     if weights.head is not None:

@@ -162,6 +162,24 @@ class MeshTable:
     """Parts of heads, hidden channels and the vocabulary."""
     expert: int = 1
     """Parts of the experts."""
+    pipeline: int = 1
+    """Parts of the layers, which are the stages of a pipeline."""
+    context: int = 1
+    """Parts of every sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTable:
+    """`[pipeline]`: how a batch goes through the stages of a mesh with pipeline > 1."""
+
+    microbatches: int = 0
+    """The parts of a batch that follow each other, a multiple of the stages; 0 for up to four per stage."""
+    interleave: int = 1
+    """The groups of layers that each stage has. More of them make the bubble smaller, and move the weights in each step."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "microbatches")
+        _positive(self, "interleave")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +193,7 @@ class TrainConfig:
     checkpoint: CheckpointTable = field(default_factory=CheckpointTable)
     lora: LoraTable | None = None
     mesh: MeshTable | None = None
+    pipeline: PipelineTable = field(default_factory=PipelineTable)
 
     @staticmethod
     def read(path: str | Path) -> "TrainConfig":
@@ -220,7 +239,7 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """What must be equal where a run is resumed: everything but its length, its checkpoints and its mesh."""
         values = dataclasses.asdict(self)
-        del values["checkpoint"], values["mesh"], values["train"]["steps"]
+        del values["checkpoint"], values["mesh"], values["pipeline"], values["train"]["steps"]
         return _as_json(values)
 
 
@@ -232,6 +251,7 @@ _TABLES: dict[str, Any] = {
     "checkpoint": CheckpointTable,
     "lora": LoraTable,
     "mesh": MeshTable,
+    "pipeline": PipelineTable,
 }
 _NEEDED = ("model", "data", "train")
 

@@ -41,11 +41,12 @@ from tilewright.models.config import Config
 from tilewright.models.data import IGNORED_LABEL, Documents, batches
 from tilewright.models.loading import init, load
 from tilewright.models.model import Model
-from tilewright.models.sharding import check_mesh
+from tilewright.models.sharding import check_mesh, check_stages
 from tilewright.models.train_config import LoraTable, OptimizerTable, TrainConfig, TrainTable
 from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy
 from tilewright.ops.moe.api import moe_load_balance_loss, moe_z_loss
 from tilewright.parallel.mesh import MeshError, make_mesh
+from tilewright.parallel.pipeline import PIPELINE, Pipeline
 from tilewright.parallel.processes import is_first, wait_for_all
 from tilewright.parallel.rules import BATCH_AXES, batch_spec, validate_sharding
 
@@ -173,7 +174,12 @@ def cast(architecture: Architecture, weights: ModelWeights, dtype: Any) -> Model
 
 
 def loss_of(
-    architecture: Architecture, weights: ModelWeights, batch: dict[str, jax.Array], table: TrainTable, count: Any
+    architecture: Architecture,
+    weights: ModelWeights,
+    batch: dict[str, jax.Array],
+    table: TrainTable,
+    count: Any,
+    pipeline: Pipeline | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The objective of a microbatch, and its parts.
 
@@ -184,6 +190,7 @@ def loss_of(
         is one document.
       table: the coefficients and the policy of remat.
       count: the labels of the whole step, which the sum of the losses is divided by.
+      pipeline: how the batch goes through the stages of a mesh that has a pipeline.
 
     Returns:
       the objective, and `loss`, the cross entropy alone; with experts also `moe_load_balance`, `moe_z_loss` and `loads`,
@@ -191,7 +198,12 @@ def loss_of(
     """
     labels = batch["labels"]
     x, _, routings = hidden_states(
-        architecture, weights, batch["ids"], segment_ids=batch["segment_ids"], remat=remat_policy(table.remat)
+        architecture,
+        weights,
+        batch["ids"],
+        segment_ids=batch["segment_ids"],
+        remat=remat_policy(table.remat),
+        pipeline=pipeline,
     )
     head, x = head_of(weights, x)
     summed, logsumexp = linear_cross_entropy(
@@ -274,17 +286,22 @@ def _balanced(architecture: Architecture, weights: ModelWeights, loads: list[jax
 
 @functools.cache
 def step_function(
-    architecture: Architecture, table: TrainTable, optimizing: OptimizerTable, adapters: LoraTable | None = None
+    architecture: Architecture,
+    table: TrainTable,
+    optimizing: OptimizerTable,
+    adapters: LoraTable | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Callable[[TrainState, Any, Any], Any]:
     """The step (state, frozen, batch) -> (state, metrics), jitted; the state is donated.
 
     `frozen` is None, or with LoRA the weights that are not trained. Each array of the batch is [accumulate, B, T].
+    `pipeline` says how a batch goes through the stages of a mesh that has a pipeline.
     """
     optimizer, rate = optimizer_of(table, optimizing), schedule_of(optimizing, table.steps)
 
     def loss(weights: Any, frozen: Any, batch: Any, count: Any) -> Any:
         whole = weights if adapters is None else lora.merged(frozen, weights, adapters)
-        return loss_of(architecture, cast(architecture, whole, table.dtype), batch, table, count)
+        return loss_of(architecture, cast(architecture, whole, table.dtype), batch, table, count, pipeline)
 
     def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         objective, parts, gradients = gradients_of(
@@ -367,7 +384,7 @@ class Training:
         self.config, self.folder = config, Path(folder).resolve()
         self.mesh = None if config.mesh is None else make_mesh(**vars(config.mesh))
         if self.mesh is not None:
-            _check_rows(config.train, self.mesh)
+            check_rows(config, self.mesh)
         elif self.num_processes > 1:
             raise MeshError(f"{self.num_processes} processes need a [mesh]; data = -1 takes the devices of all of them")
         if fresh:
@@ -375,6 +392,8 @@ class Training:
             wait_for_all("the earlier run is deleted")
         model, self._frozen, weights = self._first_weights()
         self.architecture, self._config_text = model.architecture, model.config
+        if self.mesh is not None and PIPELINE in self.mesh.shape:
+            check_stages(self.architecture, Pipeline(**vars(config.pipeline)), self.mesh.shape[PIPELINE])
         self.rules = model.rules() if config.lora is None else lora.rules_of(model.architecture)
         documents = Documents.read(config.data, self.architecture.vocab_size)
         self._identify(documents)
@@ -389,7 +408,8 @@ class Training:
         state = self._first_state(weights)
         self.step, self._done = 0, _Done(state, self._data.get_state(), None)
         self._restore(ocp)
-        self._train_step = step_function(self.architecture, table, config.optimizer, config.lora)
+        pipeline = Pipeline(**vars(config.pipeline))
+        self._train_step = step_function(self.architecture, table, config.optimizer, config.lora, pipeline)
 
     @property
     def num_devices(self) -> int:
@@ -589,7 +609,14 @@ class Training:
                     path.unlink()
 
 
-def _check_rows(table: TrainTable, mesh: Any) -> None:
+def check_rows(config: TrainConfig, mesh: Any) -> None:
+    """Raises where the mesh does not divide the rows and the tokens of a batch."""
+    table, seq_len, context = config.train, config.data.seq_len, mesh.shape.get("context", 1)
+    if seq_len % context:
+        raise MeshError(
+            f"seq_len={seq_len} tokens cannot be cut into {context} parts, context={context}; use "
+            f"seq_len={-(-seq_len // context) * context}"
+        )
     parts = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
     if table.batch_size % parts:
         spelled = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
@@ -597,6 +624,8 @@ def _check_rows(table: TrainTable, mesh: Any) -> None:
         raise MeshError(
             f"batch_size={table.batch_size} rows cannot be cut into {parts} parts, {spelled}; use batch_size={rows}"
         )
+    if PIPELINE in mesh.shape:
+        Pipeline(**vars(config.pipeline)).of_rows(table.batch_size, parts, mesh.shape[PIPELINE])
 
 
 def _difference(other: Any, own: Any, name: str = "") -> str | None:

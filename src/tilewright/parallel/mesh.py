@@ -34,8 +34,8 @@ def make_mesh(
       fsdp: parts of every weight, which are gathered where they are used; they have parts of the batch, too.
       tensor: parts of heads, hidden channels and the vocabulary.
       expert: parts of the experts.
-      pipeline: parts of the layers.
-      context: parts of a sequence, for ops inside `jax.shard_map` (`axis_name="context"`).
+      pipeline: parts of the layers, the stages of a pipeline.
+      context: parts of every sequence.
       devices: those of the mesh; by default `jax.devices()`, those of all processes. One of the sizes may be -1, which
         takes the devices that the others leave.
       axis_type: Explicit puts shardings into the types of arrays, so that nothing is moved that the program does not
@@ -63,6 +63,11 @@ def make_mesh(
         raise MeshError(f"a mesh of {spelled} has {wanted} devices, and there are {len(found)}; {remedy}")
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
     return jax.make_mesh(tuple(kept.values()), tuple(kept), axis_types=(axis_type,) * len(kept), devices=found)
+
+
+def auto_axes(mesh: Any) -> Mesh:
+    """The same mesh with Auto axes, on which arrays can be indexed along axes that are cut."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _filled(sizes: dict[str, int], devices: int) -> dict[str, int]:

@@ -19,18 +19,20 @@ from tilewright.parallel.processes import global_array
 
 LogicalAxes = tuple[str | None, ...]
 
-BATCH_AXES = ("data", "fsdp", "expert")
-"""The mesh axes that the rows of a batch are cut over."""
+BATCH_AXES = ("pipeline", "data", "fsdp", "expert")
+"""The mesh axes that the rows of a batch are cut over. In the stages of a pipeline its devices work on the same rows, one
+after the other."""
 
 TABLE: Mapping[str, str] = {
+    "layers": "pipeline",
     "embed": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
     "experts": "expert",
 }
-"""The mesh axis that each logical axis is cut over. "layers", the axis that the equal layers of a run are stacked along, is
-on every device."""
+"""The mesh axis that each logical axis is cut over. "layers" is the axis that equal layers are stacked along, of those that
+make the stages of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,11 @@ def not_divided(mesh_axis: str, parts: int, size: int) -> str:
 
 
 def batch_spec(mesh: Any, ndim: int, *, leading: int = 0) -> P:
-    """The placement of an array whose axis `leading` is the rows of a batch."""
-    over = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
-    return P(*(None,) * leading, over, *(None,) * (ndim - leading - 1))
+    """The placement of an array whose axis `leading` is the rows of a batch, and the next one, if any, their tokens."""
+    # Without axes of one device: JAX forgets them along an axis of one row, and then refuses to mix both kinds.
+    over = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+    tokens = "context" if mesh.shape.get("context", 1) > 1 else None
+    return P(*(None,) * leading, over or None, *(tokens, *(None,) * ndim)[: ndim - leading - 1])
 
 
 def validate_sharding(tree: Any, rules: Rules, mesh: Any) -> None:

@@ -1,0 +1,98 @@
+"""The schedule of a pipeline's stages: results as of a loop over the layers, its steps, and what is refused."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tilewright.parallel import MeshError, Pipeline, make_mesh
+from tilewright.parallel.pipeline import _hops, run_stages
+
+LAYERS, ROWS, WIDTH = 12, 16, 3
+
+
+def stage(weights: Any, x: jax.Array, shift: Any) -> Any:
+    """Layers x -> tanh(x w + shift), each of which gives the sums of its rows, too."""
+
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        x = jnp.tanh(x * w[None] + shift[:, None])
+        return x, jnp.sum(x, axis=1)
+
+    return jax.lax.scan(layer, x, weights)
+
+
+def loss(run: Any, weights: jax.Array, x: jax.Array, shift: jax.Array) -> Any:
+    x, sums = run(weights, x, shift)  # [B, D], [layers, B]
+    factors = jnp.arange(1.0, 1.0 + LAYERS)[:, None] * jnp.arange(1.0, 1.0 + ROWS)[None]
+    return jnp.sum(jnp.square(x)) + jnp.sum(sums * factors), (x, sums)
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "interleave"), [(2, 4, 1), (4, 4, 3)])
+def test_results_are_those_of_a_loop_over_the_layers(stages: int, microbatches: int, interleave: int) -> None:
+    rng = np.random.default_rng(0)
+    weights, x, shift = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((LAYERS, WIDTH), (ROWS, WIDTH), ROWS)
+    )
+    want = jax.value_and_grad(loss, (1, 2, 3), has_aux=True)(stage, weights, x, shift)
+    mesh = make_mesh(pipeline=stages, data=-1)
+    pipeline = Pipeline(microbatches, interleave)
+
+    def run(weights: Any, x: Any, shift: Any) -> Any:
+        return run_stages(stage, weights, x, shift, pipeline)
+
+    rows = P(("pipeline", "data"))
+    given = [
+        jax.device_put(each, NamedSharding(mesh, spec))
+        for each, spec in ((weights, P("pipeline")), (x, rows), (shift, rows))
+    ]
+    with jax.set_mesh(mesh):
+        traced = jax.jit(lambda *given: jax.value_and_grad(loss, (1, 2, 3), has_aux=True)(run, *given)).trace(*given)
+        got = traced.lower().compile()(*given)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    # The loops of both passes have as many steps as are counted, of which a device works in R M.
+    steps, layers = interleave * microbatches + stages - 1, LAYERS // stages // interleave
+    loops = [int(length) for length in re.findall(r"\blength=(\d+)", str(traced.jaxpr))]
+    assert sorted(loops) == sorted([steps, layers] * 2)
+    assert pipeline.bubble(stages) == pytest.approx(1 - interleave * microbatches / steps)
+
+
+def test_every_group_of_layers_travels_once() -> None:
+    for stages, rounds in ((2, 2), (3, 2), (4, 2), (4, 6), (5, 4), (8, 3)):
+        received: list[set[int]] = [set() for _ in range(stages)]
+        for hop in _hops(stages, rounds):
+            assert sorted(source for source, _ in hop) == list(range(stages))
+            for device, (source, turn) in enumerate(hop):
+                assert (device + stages * turn) // rounds == source
+                received[device].add(turn)
+        assert received == [set(range(rounds))] * stages
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        (
+            Pipeline(3),
+            r"^microbatches=3 with pipeline=2 and a batch of 8 rows on each pipeline: the stages must divide the "
+            r"microbatches, and the microbatches these rows; use microbatches=2$",
+        ),
+        (Pipeline(12), r"^microbatches=12 with pipeline=2 .* use microbatches=8$"),
+        (
+            Pipeline(4, 4),
+            r"^the layers repeat 12 times in a row; pipeline=2 with interleave=4 needs a multiple of 8, and the nearest "
+            r"that works is interleave=3$",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_an_error_with_the_numbers(pipeline: Pipeline, message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        pipeline.of_rows(ROWS, 4, 2).check_layers(12, 2, "the layers repeat 12 times in a row")
+
+
+def test_microbatches_by_default() -> None:
+    assert [Pipeline().of_rows(rows, 4, 2).microbatches for rows in (4, 8, 12, 20, 32)] == [2, 4, 6, 2, 8]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
 
 import tilewright
 from tests.ops.attention.drawing import draw, gradients
@@ -271,35 +270,6 @@ def test_a_pair_of_segment_ids_and_a_dense_mask_together(implementation: str) ->
     assert_alike(got, gradients(run("reference"), q, k, v))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_a_long_call_is_two_shorter_ones_joined(implementation: str) -> None:
-    """The keys in two splits, joined by their logsumexps; and the queries in two, the second with its offset."""
-    q, k, v = draw(t=20, s=30, d=32)
-    run = {"return_logsumexp": True, "implementation": implementation}
-    with able_to_run(implementation):
-        whole, logsumexp = flash_attention(q, k, v, causal=True, q_offset=10, **run)
-        parts = [
-            flash_attention(q, k[:, part], v[:, part], causal=True, q_offset=10 - part.start, **run)
-            for part in (slice(0, 13), slice(13, 30))
-        ]
-        second, _ = flash_attention(q[:, 7:], k, v, causal=True, q_offset=17, **run)
-    joined = np.logaddexp(parts[0][1], parts[1][1])
-    out = sum(part * np.exp(part_lse - joined)[..., None] for part, part_lse in parts)
-    np.testing.assert_allclose(joined, logsumexp, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(second, whole[:, 7:], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_of_ten_thousand_stay_finite(implementation: str, dtype: str) -> None:
-    q, k, v = draw(t=9, s=9, dtype=dtype)
-    run = {"scale": 3000.0, "return_logsumexp": True, "implementation": implementation}
-    for values in gradients(lambda *a: flash_attention(*a, **run), q, k, v):
-        assert np.all(np.isfinite(np.asarray(values, np.float32)))
-
-
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_keys_far_from_every_query_are_no_error(implementation: str) -> None:
     """A split of a long sequence's keys, out of reach of the window: zeros, as for any query without keys."""
@@ -375,27 +345,6 @@ def test_unbatched_and_empty_inputs() -> None:
     assert not np.any(out)
     assert np.all(logsumexp == -np.inf)
     assert flash_attention(q[:, :0], k, v).shape == (1, 0, 4, 16)
-
-
-@pytest.mark.slow
-@implementations("pallas_tpu", "xla")
-def test_shard_map_over_the_batch(implementation: str, cpu_devices: list) -> None:
-    """Two devices with half of the batch each; the sinks are replicated, and their gradient is the sum."""
-    q, k, v = draw(b=2, t=20, s=20)
-    sinks = jnp.linspace(-1.0, 1.0, 4)
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=cpu_devices[:2])
-    split, whole = PartitionSpec("batch"), PartitionSpec()
-
-    def total(q, k, v, sinks, implementation=implementation):
-        return jnp.sum(flash_attention(q, k, v, causal=True, sinks=sinks, implementation=implementation) ** 2)
-
-    sharded = jax.shard_map(
-        lambda *a: jax.lax.psum(total(*a), "batch"), mesh=mesh, in_specs=(split, split, split, whole), out_specs=whole
-    )
-    with able_to_run(implementation):
-        got = jax.jit(jax.grad(sharded, (0, 1, 2, 3)))(q, k, v, sinks)
-    expected = jax.grad(lambda *a: total(*a, implementation="reference"), (0, 1, 2, 3))(q, k, v, sinks)
-    assert_alike(got, expected)
 
 
 def test_xla_holds_no_square_of_the_length() -> None:

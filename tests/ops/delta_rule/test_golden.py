@@ -1,4 +1,4 @@
-"""Every value, state and gradient that fla's recurrent references gave, on every implementation.
+"""Every value, state and gradient that fla's recurrent references gave, on the plain implementations and the TPU kernel.
 
 The files in tests/golden/ops were made by fla-core 0.6.0 in float32; the loss is sum(o do) + sum(final_state dfinal_state).
 """
@@ -6,7 +6,6 @@ The files in tests/golden/ops were made by fla-core 0.6.0 in float32; the loss i
 import contextlib
 import itertools
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +24,17 @@ FILES = sorted(
 TOLERANCE = 3e-6
 
 
-# In an interpreter two cases of each op with a gate run by default; the others are slow.
-BY_DEFAULT = ("gva", "strong_gate")
-
-
-def every_file_and_implementation() -> list[Any]:
-    pairs = []
-    for name, implementation in itertools.product(FILES, ("pallas_tpu", "xla", "reference")):
-        by_default = name.endswith(BY_DEFAULT) and name.startswith("kda")
-        slow = needs_interpreter(implementation) and not by_default
-        pairs.append(pytest.param(name, implementation, marks=[pytest.mark.slow] if slow else []))
-    return pairs
+# The files that interpreters run; the contract holds them to the reference on more.
+INTERPRETED = ("gva", "strong_gate")
+PAIRS = [
+    (name, implementation)
+    for name, implementation in itertools.product(FILES, ("pallas_tpu", "xla", "reference"))
+    if name.endswith(INTERPRETED) or not needs_interpreter(implementation)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "implementation"), every_file_and_implementation())
+@pytest.mark.parametrize(("name", "implementation"), PAIRS)
 def test_values_states_and_gradients(name: str, implementation: str) -> None:
     with np.load(GOLDEN / f"{name}.npz") as stored:
         golden = dict(stored)

@@ -71,7 +71,7 @@ def expected(op: str, dtype: str) -> tuple[Any, Any, Any, Any]:
 
 # The way into rows and back does not know the op, so that each implementation has one. Rows of 8 take three passes.
 CASES = [
-    pytest.param("kda", "reference", 8),
+    pytest.param("kda", "reference", 8, marks=pytest.mark.slow),
     pytest.param("delta_rule", "xla", 8, marks=pytest.mark.slow),
     pytest.param("kda", "pallas_tpu", 8, marks=pytest.mark.slow),
     pytest.param("gated_delta_rule", "pallas_gpu", None, marks=pytest.mark.slow),

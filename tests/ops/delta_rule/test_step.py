@@ -18,6 +18,7 @@ class TestDeltaRuleStep(OpContract):
     call_type = DeltaRuleStepCall
     whole_letter = "V"
     shares_code_with = "gated_delta_rule_step"
+    not_interpreted = frozenset({"strong_gate"})
 
 
 class TestGatedDeltaRuleStep(OpContract):
@@ -57,6 +58,7 @@ def structs(**shape):
     return jax.eval_shape(lambda: draw(**shape))
 
 
+@pytest.mark.slow
 def test_blocks_of_other_widths_are_the_same_step():
     """Also wider than V, which is padded; the interpreter sums in an order that depends on the width."""
     arrays = draw(hv=2, width=64)
@@ -69,6 +71,7 @@ def test_blocks_of_other_widths_are_the_same_step():
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tokens_in_a_loop_are_the_sequence():
     """The state is carried in place, through a kernel that overwrites what it is given."""
     t, arrays = 4, draw(dtype=jnp.bfloat16)

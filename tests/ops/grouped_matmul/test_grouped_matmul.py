@@ -106,8 +106,8 @@ def test_sizes_that_sum_past_the_rows_give_nan(implementation: str) -> None:
     ("dtype", "block"),
     [
         pytest.param("int4", (16, 8), marks=pytest.mark.slow),
-        *(pytest.param(dtype, None, marks=pytest.mark.slow) for dtype in ("int8", "int4", "float8_e4m3fn")),
-        *(pytest.param(dtype, (16, 8), marks=pytest.mark.slow) for dtype in ("int8", "float8_e4m3fn")),
+        pytest.param("int8", None, marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", (16, 8), marks=pytest.mark.slow),
     ],
 )
 def test_weight_only(dtype: str, block: Any) -> None:

@@ -22,6 +22,7 @@ class TestContract(OpContract):
     call_type = MatmulCall
     cuts: ClassVar = {"rows": {"tokens0": "x"}, "columns": {"N": "y"}, "both": {"tokens0": "x", "N": "y"}}
     whole_letter = "K"
+    not_interpreted = frozenset({"cpu_bench", "gelu", "relu"})  # One epilogue has every activation.
     mesh_case = _case("mesh", (4, 6), 64, 128, bias=True, residual=True, activation="silu")
 
 
@@ -129,11 +130,10 @@ def test_zeros_quantise_to_zeros() -> None:
     [
         ("int8", None),
         ("int4", (16, 8)),
-        *(
-            pytest.param(dtype, block, marks=pytest.mark.slow)
-            for dtype in ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
-            for block in ((None, None), (16, 8), (1, None))
-        ),
+        pytest.param("int8", (1, None), marks=pytest.mark.slow),
+        pytest.param("int4", (1, None), marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", (16, 8), marks=pytest.mark.slow),
+        pytest.param("float8_e5m2", (None, None), marks=pytest.mark.slow),
     ],
 )
 def test_weight_only(dtype: str, block: Any) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.ops.contract import able_to_run, implementations
+from tests.ops.contract import able_to_run
 from tilewright import short_conv
 
 LENGTHS = (3, 0, 1, 9, 2)
@@ -36,7 +36,9 @@ def alone(arrays: dict[str, Any]) -> tuple[Any, Any]:
     return jnp.concatenate(outputs), jnp.stack(finals)
 
 
-@implementations("pallas_tpu", "xla", "reference")
+@pytest.mark.parametrize(
+    "implementation", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("pallas_tpu", "xla")), "reference"]
+)
 def test_each_sequence_is_as_it_is_alone(implementation: str) -> None:
     """Values, final states and every gradient; sequences of 0, 1 and odd lengths."""
     arrays = draw()

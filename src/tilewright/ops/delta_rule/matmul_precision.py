@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.core.chip import LANES
+from tilewright.core.derivatives import with_derivatives
 
 Form = Literal["nn", "nt", "tn"]
 """a b, a b^T, or a^T b."""
@@ -32,8 +33,7 @@ class MatmulPrecision(enum.Enum):
     BF16X3 = "as up to three products of bfloat16, concatenated along the contracted axis"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str = "") -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str = "") -> jax.Array:
     """The product of two matrices, by `form`. `narrow` names what holds bfloat16 values where the inputs are bfloat16:
     any of the letters a, b, and d for the gradient of the result.
     """
@@ -42,6 +42,11 @@ def dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narr
 
 def _dot_forward(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str) -> tuple[Any, Any]:
     return dot(a, b, form, precision, narrow), (a, b)
+
+
+def _dot_tangent(form: Form, precision: MatmulPrecision, narrow: str, saved: Any, tangents: Any) -> jax.Array:
+    (a, b), (t_a, t_b) = saved, tangents
+    return dot(t_a, b, form, precision, narrow.replace("a", "")) + dot(a, t_b, form, precision, narrow.replace("b", ""))
 
 
 def _dot_backward(
@@ -56,7 +61,9 @@ def _dot_backward(
     return _product(b, d, "nt", precision, b_is, d_is), _product(a, d, "nn", precision, a_is, d_is)
 
 
-dot.defvjp(_dot_forward, _dot_backward)
+dot = with_derivatives(
+    _dot, forward=_dot_forward, tangent=_dot_tangent, backward=_dot_backward, differentiable=2, static_argnums=(2, 3, 4)
+)
 
 
 def _product(

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.core.chip import LANES
+from tilewright.core.derivatives import with_derivatives
 from tilewright.ops.delta_rule.matmul_precision import Form, MatmulPrecision, dot, multiply, split
 
 Roll = Callable[[jax.Array, int, int], jax.Array]
@@ -215,8 +216,7 @@ def _segment_masks(segments: Segments, n: int, dtype: Any) -> tuple[jax.Array, j
     return per_head(segments.column == 0), per_head(segments.column == last), per_head(last == 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def head_decay(
+def _head_decay(
     g_row: jax.Array, gates: Gates, segments: Segments | None, triangles: Any, precision: MatmulPrecision
 ) -> tuple[jax.Array, ...]:
     """The fields of `Decay` for one gate per head, g_row [1, n C].
@@ -247,11 +247,23 @@ def _head_decay_forward(
     g_row: jax.Array, gates: Gates, segments: Segments | None, triangles: Any, precision: MatmulPrecision
 ) -> tuple[Any, Any]:
     decay = head_decay(g_row, gates, segments, triangles, precision)
-    return decay, (decay, gates, segments, triangles)
+    return decay, (decay, triangles)
 
 
-def _head_decay_backward(precision: MatmulPrecision, saved: Any, d_decay: Any) -> tuple[jax.Array, Any, Any, Any]:
-    (pairs, into, onward, across), gates, segments, (seen, before, own) = saved
+def _head_decay_tangent(precision: MatmulPrecision, saved: Any, tangents: Any) -> tuple[jax.Array, ...]:
+    ((pairs, into, onward, across), (seen, before, own)), (t_g,) = saved, tangents
+    n = into.shape[1]
+
+    def sums(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([jnp.sum(_of_head(x, h, n), axis=1, keepdims=True) for h in range(n)], axis=1)  # [C, n]
+
+    upto, after = jnp.where(seen > 0, t_g, 0.0), jnp.where(seen > 0, 0.0, t_g)  # [C, n C]: of t <= i, and of t > i
+    between = dot(upto, block_diagonal(before, n, own), "nn", precision, "b")  # [C, n C]: the sum over j < t <= i
+    return pairs * between, into * sums(upto), onward * sums(after), across * sums(t_g)
+
+
+def _head_decay_backward(precision: MatmulPrecision, saved: Any, d_decay: Any) -> tuple[jax.Array]:
+    (pairs, into, onward, across), (seen, before, own) = saved
     d_pairs, d_into, d_onward, d_across = d_decay
     c, n = into.shape
     strictly = pairs * d_pairs * before  # [C, n C]
@@ -261,12 +273,16 @@ def _head_decay_backward(precision: MatmulPrecision, saved: Any, d_decay: Any) -
     of_onward = spread(onward * d_onward, c)
     each = jnp.where(seen > 0, of_pairs + of_into, of_onward)  # i >= t
     of_across = spread(across * d_across, c)  # [1, n C]
-    d_g = jnp.sum(each, axis=0, keepdims=True) + of_across
-    d_gates, d_triangles = jax.tree.map(jnp.zeros_like, (gates, (seen, before, own)))
-    return d_g, d_gates, jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), segments), d_triangles
+    return (jnp.sum(each, axis=0, keepdims=True) + of_across,)
 
 
-head_decay.defvjp(_head_decay_forward, _head_decay_backward)
+head_decay = with_derivatives(
+    _head_decay,
+    forward=_head_decay_forward,
+    tangent=_head_decay_tangent,
+    backward=_head_decay_backward,
+    static_argnums=(4,),
+)
 
 
 # One gate per key channel.

@@ -7,7 +7,8 @@ Blocks follow each other in a scan.
 
 Only what needs the state goes from chunk to chunk, and it consists of plain products a b: what is multiplied transposed
 is transposed before. Everything else is products of all chunks of a block at once. The backward is written by hand
-where the state is involved, and is JAX's where it is not (`_operands`).
+where the state is involved, and is JAX's where it is not (`_operands`). All of it is plain JAX: in forward mode JAX
+differentiates the forward pass, and where a gradient is differentiated again, the backward pass.
 
 Memory: the forward saves the inputs and one state per block for the backward (4 K V bytes per 1,024 tokens and head).
 The backward goes over the blocks from the last to the first, recomputes the chunks of a block, and takes the gradients
@@ -201,8 +202,21 @@ def _operands(tokens: Any, starts: Any, *, chunk: int, program: _Program) -> Ope
     return over_chunks(q[:, :, :, 0], k[:, :, :, 0], g, beta, None if starts is None else starts[:, :, 0, 0])
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _inverted(lower: jax.Array, program: _Program) -> jax.Array:
+    """(I + L)^-1, [..., C, C]. It is differentiated where a gradient is: the gradient itself does not go through it."""
+    return program.inverse(lower)
+
+
+@_inverted.defjvp
+def _inverted_tangent(program: _Program, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (lower,), (d_lower,) = primals, tangents
+    inverse = _inverted(lower, program)
+    return inverse, -program.dot(inverse, program.dot(d_lower, inverse))
+
+
 def _inverse(lower: jax.Array, precision: MatmulPrecision) -> jax.Array:
-    """(I + L)^-1, [..., C, C]."""
+    """(I + L)^-1, [..., C, C], by the masks of wy_transform.py."""
     c = lower.shape[-1]
     mask = jax.tree.map(jnp.asarray, masks(c, 1, np.dtype(lower.dtype), channels=False))
     flat = jax.vmap(lambda one: inverses([one], mask, 1, precision)[0])(lower.reshape(-1, c, c))
@@ -298,7 +312,7 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
     def step(state: jax.Array, block: Any) -> tuple[jax.Array, Any]:
         tokens, values, starts = block
         operands = _operands(tokens, starts, chunk=chunk, program=program)
-        read, inverse = operands.scores[..., :chunk, :], program.inverse(operands.scores[..., chunk:, :])
+        read, inverse = operands.scores[..., :chunk, :], _inverted(operands.scores[..., chunk:, :], program)
         values = _chunks(values, h, chunk).astype(state.dtype)
         after, of_q, u, _ = _state_passage(state, operands, inverse, values, program)
         o = call.scale * (of_q + program.dot(read, u))
@@ -328,7 +342,7 @@ def _backward(call: DeltaRuleCall, saved: Any, cotangents: Any, launch: Launch) 
         state, solution, tokens, values, starts, d_o = block
         operands, pullback = jax.vjp(lambda tokens: _operands(tokens, starts, chunk=chunk, program=program), tokens)
         if solution is None:
-            inverse = program.inverse(operands.scores[..., chunk:, :])
+            inverse = _inverted(operands.scores[..., chunk:, :], program)
             values = _chunks(values, h, chunk).astype(state.dtype)
             _, _, u, states = _state_passage(state, operands, inverse, values, program)
             read = operands.scores[..., :chunk, :]
@@ -355,6 +369,7 @@ IMPLEMENTATION = Implementation(
         _backward,
         reads=("q", "k", "v", "g", "beta", "resets"),
         follows_forward=True,
+        differentiable=True,
         note="the chunks and blocks of the forward pass, which saved one state per block",
     ),
 )

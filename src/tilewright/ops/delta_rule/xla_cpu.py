@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.core.derivatives import with_derivatives
 from tilewright.ops.delta_rule.gates import LOWEST_GATE
 from tilewright.ops.delta_rule.matmul_precision import MatmulPrecision, batched_dot
 from tilewright.ops.delta_rule.wy_transform import Masks, channel_scores, masks
@@ -152,15 +153,17 @@ def _twice(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x, x], axis=-2)
 
 
-@jax.custom_vjp
-def _exponentials(g: jax.Array, upto: jax.Array, after: jax.Array) -> tuple[jax.Array, ...]:
-    """exp(A); exp(-A), of no A below the limit; exp of the sum after a token; which rows are anchored, [..., C, 1]."""
+def _plain_exponentials(g: jax.Array, upto: jax.Array, after: jax.Array) -> tuple[jax.Array, ...]:
+    """exp(A); exp(-A), of no A below the limit; exp of the sum after a token; and [..., C, 1], how many rows up to each
+    are beyond the limit: rows with none are anchored.
+    """
     # By way of integers: a CPU does that in two instructions, and jnp.round in a call for each number.
     coarse = (g * _COARSE).astype(jnp.int32).astype(g.dtype) / _COARSE
     to = _for_each(upto, g)
     sums, rest = _dot(to, coarse, "nn"), _dot(to, g - coarse, "nn")  # [C, K]
     beyond = jnp.max(jnp.abs(sums), axis=-1, keepdims=True) > _LIMIT
-    anchored = _dot(to, beyond.astype(g.dtype), "nn") == 0.0
+    count = _dot(to, beyond.astype(g.dtype), "nn")
+    anchored = count == 0.0
     # The barriers: computed once, and not again for each reader.
     up = jax.lax.optimization_barrier(jnp.exp(sums) * (1.0 + rest + 0.5 * rest * rest))
     down = jax.lax.optimization_barrier(1.0 / jnp.maximum(up, math.exp(-_LIMIT)))
@@ -169,29 +172,40 @@ def _exponentials(g: jax.Array, upto: jax.Array, after: jax.Array) -> tuple[jax.
         return jnp.where(anchored[..., -1:, :], onward, jnp.exp(_dot(_for_each(after, g), g, "nn")))
 
     onward = jax.lax.cond(jnp.all(anchored), lambda onward: onward, corrected, down * up[..., -1:, :])
-    return up, down, onward, anchored
+    return up, down, onward, count
 
 
 def _exponentials_forward(g: jax.Array, upto: jax.Array, after: jax.Array) -> tuple[Any, Any]:
-    up, down, onward, anchored = _exponentials(g, upto, after)
-    return (up, down, onward, anchored), (up, down, onward, upto, after)
+    up, down, onward, count = _exponentials(g, upto, after)
+    return (up, down, onward, count), (up, down, onward, upto, after)
 
 
-def _exponentials_backward(saved: Any, d: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _exponentials_tangent(saved: Any, tangents: Any) -> tuple[jax.Array, ...]:
+    (up, down, onward, upto, after), (t_g,) = saved, tangents
+    t_upto, t_after = _dot(_for_each(upto, up), t_g, "nn"), _dot(_for_each(after, up), t_g, "nn")  # [C, K]
+    return up * t_upto, -down * t_upto, onward * t_after, jnp.zeros_like(up[..., :1])
+
+
+def _exponentials_backward(saved: Any, d: Any) -> tuple[jax.Array]:
     up, down, onward, upto, after = saved
     d_up, d_down, d_onward, _ = d
     # However `onward` was computed, here it is of the sum after a token: a difference of two sums would not be exact.
     d_sums = jnp.concatenate([up * d_up - down * d_down, onward * d_onward], axis=-2)  # [2 C, K]
-    d_g = _dot(_for_each(jnp.concatenate([upto.T, after.T], axis=1), up), d_sums, "nn")  # [C, K]
-    return d_g, jnp.zeros_like(upto), jnp.zeros_like(after)
+    return (_dot(_for_each(jnp.concatenate([upto.T, after.T], axis=1), up), d_sums, "nn"),)  # [C, K]
 
 
-_exponentials.defvjp(_exponentials_forward, _exponentials_backward)
+_exponentials = with_derivatives(
+    _plain_exponentials,
+    forward=_exponentials_forward,
+    tangent=_exponentials_tangent,
+    backward=_exponentials_backward,
+)
 
 
 def _anchored(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: Masks) -> Any:
     """What `_one_segment` returns, with scores of the anchored rows alone; and which rows those are."""
-    up, down, onward, anchored = _exponentials(g, mask.upto, mask.after)
+    up, down, onward, count = _exponentials(g, mask.upto, mask.after)
+    anchored = count == 0.0
     reads = jax.lax.optimization_barrier(jnp.concatenate([q * up, k * up], axis=-2))  # [2 C, K]
     weighted = beta[..., None] * k  # [C, K]
     before = _for_each(jnp.concatenate([mask.before] * 2, axis=0) > 0, g)  # [2 C, C]
@@ -215,23 +229,32 @@ def _by_halvings(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask
     return chunk(jnp.broadcast_to(q, g.shape), jnp.broadcast_to(k, g.shape), g, beta)
 
 
-@jax.custom_vjp
-def _one_segment(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: Masks) -> tuple[jax.Array, ...]:
+def _plain_one_segment(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: Masks) -> tuple[jax.Array, ...]:
     """`channel_operands` of chunks without starts: reads [2 C, K], writes [C, K], across [K, 1] and scores [2 C, C]."""
-    return _one_segment_forward(q, k, g, beta, mask)[0]
+    (*others, scores), anchored = _anchored(q, k, g, beta, mask)
+    return *others, _every_row(scores, anchored, (q, k, g, beta), mask)
+
+
+def _every_row(scores: jax.Array, anchored: jax.Array, arguments: Any, mask: Masks) -> jax.Array:
+    """The scores, with those of the rows that are not anchored."""
+
+    def corrected(scores: jax.Array) -> jax.Array:
+        return scores + jnp.where(_twice(anchored), 0.0, _by_halvings(*arguments, mask=mask))
+
+    return jax.lax.cond(jnp.all(anchored), lambda scores: scores, corrected, scores)
 
 
 def _one_segment_forward(
     q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: Masks
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    def corrected(scores: jax.Array) -> jax.Array:
-        return scores + jnp.where(_twice(anchored), 0.0, _by_halvings(q, k, g, beta, mask))
+    arguments = (q, k, g, beta)
+    (*others, scores), pullback, anchored = jax.vjp(functools.partial(_anchored, mask=mask), *arguments, has_aux=True)
+    return (*others, _every_row(scores, anchored, arguments, mask)), (pullback, anchored, arguments, mask)
 
-    (*others, scores), pullback, anchored = jax.vjp(
-        functools.partial(_anchored, mask=mask), q, k, g, beta, has_aux=True
-    )
-    scores = jax.lax.cond(jnp.all(anchored), lambda scores: scores, corrected, scores)
-    return (*others, scores), (pullback, anchored, (q, k, g, beta), mask)
+
+def _one_segment_tangent(saved: Any, tangents: Any) -> tuple[jax.Array, ...]:
+    *_, arguments, mask = saved
+    return jax.jvp(functools.partial(_plain_one_segment, mask=mask), arguments, tangents)[1]
 
 
 def _one_segment_backward(saved: Any, d: Any) -> tuple[Any, ...]:
@@ -241,8 +264,13 @@ def _one_segment_backward(saved: Any, d: Any) -> tuple[Any, ...]:
         pullback = jax.vjp(functools.partial(_by_halvings, mask=mask), *arguments)[1]
         return jax.tree.map(jnp.add, gradients, pullback(jnp.where(_twice(anchored), 0.0, d[-1])))
 
-    gradients = jax.lax.cond(jnp.all(anchored), lambda gradients: gradients, corrected, pullback(d))
-    return *gradients, jax.tree.map(jnp.zeros_like, mask)
+    return jax.lax.cond(jnp.all(anchored), lambda gradients: gradients, corrected, pullback(d))
 
 
-_one_segment.defvjp(_one_segment_forward, _one_segment_backward)
+_one_segment = with_derivatives(
+    _plain_one_segment,
+    forward=_one_segment_forward,
+    tangent=_one_segment_tangent,
+    backward=_one_segment_backward,
+    differentiable=4,
+)

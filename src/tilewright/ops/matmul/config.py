@@ -12,7 +12,7 @@ class MatmulSm90Forward(GemmTiles):
     columns then, whatever `block_n` says.
     """
 
-    choices = GemmTiles.choices | search_over(block_m=(16, 32, 64, 128), splits=(1, 2, 4, 8, 16))
+    choices = search_over(**{**GemmTiles.choices, "block_m": (16, 32, 64, 128), "splits": (1, 2, 4, 8, 16)})
 
     splits: int = 1
     """Thread blocks that divide the contracted axis of a tile between them, with few rows and weights that are not

@@ -41,7 +41,9 @@ def _case(
     small: bool = False,
     **options: Any,
 ) -> Case:
-    """A case over caches with room for `s` tokens, in pages if `page` is given. Work is of full caches, which the large cases have."""
+    """A case over caches with room for `s` tokens, in pages if `page` is given. Work is of full caches, as large ones
+    are.
+    """
     (h, kv), dv = heads, dv or d
     inputs = {"q": Input((b, t, h, d))}
     if page is None:

@@ -38,7 +38,6 @@ from tilewright.core.products import dequantized_weights
 from tilewright.ops.grouped_matmul.blocks import most_tiles, row_tiles
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
-from tilewright.ops.grouped_matmul.xla import d_rows
 from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands, scaled_at_end
 from tilewright.pallas.gpu.gemm import ALIGNMENT, BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
@@ -47,6 +46,7 @@ from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import few_rows
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store_rows, stored_columns
+from tilewright.pallas.gpu.swiglu_gradient import rounded_d_product
 from tilewright.pallas.gpu.weight_only import GROUP, GROUP_END, GROUP_START, START
 
 # Eight rows of 64 columns of bfloat16, four columns at a time.
@@ -387,7 +387,7 @@ def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array)
 def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
     if call.x_scales is not None:  # Operands of 8 bits have no gradient.
         return call.gradients()
-    dz, starts = d_rows(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
+    dz, starts = rounded_d_product(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
     for_x, for_w = _gradient_gemms(call, launch)
     w = dequantized_weights(call, jnp.bfloat16)
     dx, _ = _multiply_rows(for_x, dz, w, starts, jnp.bfloat16, name="grouped_matmul_dx")

@@ -11,7 +11,7 @@ its columns from the gates and half from the values, so both are in the same reg
 z = x w + bias is stored beside y.
 
 The gradients are the same kernel without an epilogue: dx reads w, and dw reads x, transposed in shared memory, so neither
-has a transposed copy. dz is computed by XLA from z and dy, one pass over memory.
+has a transposed copy. dz is computed from z and dy in one pass over memory, for swiglu by a kernel.
 
 Edges: no size needs to be whole blocks. Copies fill with zeros past the end of an array and do not write there. Arrays
 must be whole tiles of 8 rows of 128 bytes: an M that is no multiple of 8, or K and N of 64, cost padded copies.
@@ -46,6 +46,7 @@ from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whol
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import load_along_columns, load_tile
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, stored_columns
+from tilewright.pallas.gpu.swiglu_gradient import rounded_d_product
 from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 _CLUSTER = 2
@@ -242,22 +243,20 @@ def _gradient_gemms(call: MatmulCall, launch: Launch) -> tuple[Gemm, Gemm]:
 
 
 def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> MatmulCall:
-    dz = d_product(call, saved, dy)
     if call.x_scales is not None:  # Operands of 8 bits have no gradient.
-        return _epilogue_gradients(call, dz, dy)
+        return _epilogue_gradients(call, saved, dy)
     for_x, for_w = _gradient_gemms(call, launch)
-    rounded = dz.reshape(dz.shape[0], -1).astype(jnp.bfloat16)
-    w = dequantized_weights(call, jnp.bfloat16)
-    gradients: dict[str, Any] = {"x": _multiply(for_x, rounded, w, jnp.bfloat16, name="matmul_dx")[0]}
+    dz, w = rounded_d_product(call, saved, dy), dequantized_weights(call, jnp.bfloat16)
+    gradients: dict[str, Any] = {"x": _multiply(for_x, dz, w, jnp.bfloat16, name="matmul_dx")[0]}
     if call.w_scales is None:
-        dw, _ = _multiply(for_w, call.x, rounded, jnp.bfloat16, name="matmul_dw")
+        dw, _ = _multiply(for_w, call.x, dz, jnp.bfloat16, name="matmul_dw")
         gradients["w"] = dw.reshape(call.w.shape)
-    return _epilogue_gradients(call, dz, dy, **gradients)
+    return _epilogue_gradients(call, saved, dy, **gradients)
 
 
-def _epilogue_gradients(call: MatmulCall, dz: jax.Array, dy: jax.Array, **gradients: Any) -> MatmulCall:
+def _epilogue_gradients(call: MatmulCall, saved: Any, dy: jax.Array, **gradients: Any) -> MatmulCall:
     if call.bias is not None:
-        gradients["bias"] = jnp.sum(dz, axis=0)
+        gradients["bias"] = jnp.sum(d_product(call, saved, dy), axis=0)
     if call.residual is not None:
         gradients["residual"] = dy
     return call.gradients(**gradients)

@@ -94,7 +94,7 @@ def test_the_command_line_without_its_extra_says_how_to_install_it() -> None:
         main()
     """)
     assert done.returncode == 2
-    assert done.stderr == "tilewright's command line needs typer and rich: pip install 'tilewright[bench]'\n"
+    assert done.stderr == "tilewright's command line needs typer, rich and packaging: pip install 'tilewright[bench]'\n"
     assert done.stdout == ""
 
 

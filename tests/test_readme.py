@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from tilewright.core.version import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -24,6 +26,10 @@ def test_both_commands_begin_from_a_bare_machine() -> None:
     for command in commands:
         words = " ".join(command.removeprefix("pip install uv && uv run ").split()[:2])
         assert f'readme "{words.split(" -")[0]}"' in ci
+
+
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_links_lead_somewhere() -> None:

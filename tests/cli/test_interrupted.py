@@ -74,6 +74,7 @@ main()
     assert "Traceback" not in out + err
 
 
+@pytest.mark.slow
 def test_what_one_implementation_raises_is_a_row_and_a_record(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(bench, "bench_case", at_call(2, bench.bench_case, exhaust))
     done = ran(*BENCH, "--plot", "o.svg", cwd=tmp_path)

@@ -27,6 +27,7 @@ sys.exit(int(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_an_op_is_traced_without_its_compilation(tmp_path: Path) -> None:
     done = ran("profile", "rms_norm", "--case", "odd", "--implementation", "xla", "--steps", "4", cwd=tmp_path)
     assert done.code == 0, done

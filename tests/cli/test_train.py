@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +17,8 @@ from tests.cli.test_cli import assert_refused, ran
 from tests.models.test_training import TEXT, TINY
 from tilewright import models
 from tilewright.cli import train as cli_train
+from tilewright.models.training import Training
+from tilewright.plan import advice
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_hybrid.toml"
 
@@ -40,6 +43,22 @@ def written(folder: Path, name: str = "run.toml", **changed: dict[str, Any]) -> 
 
 def steps_of(path: Path) -> list[dict[str, Any]]:
     return [record for line in path.read_text().splitlines() if "loss" in (record := json.loads(line))]
+
+
+@pytest.mark.slow
+def test_a_device_without_memory_ends_a_run_with_what_would_fit(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(self: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16.00GiB.")
+
+    asked = []
+    monkeypatch.setattr(Training, "_advance", full)
+    monkeypatch.setattr(advice, "advise", lambda step: asked.append(step) or "out of memory: use remat=full")
+    written(tmp_path, train={"steps": 6, "batch_size": 8, "accumulate": 2, "remat": "dots"})
+    done = ran("train", "run.toml", cwd=tmp_path)
+    assert (done.code, done.stderr) == (1, "error: out of memory: use remat=full\n")
+    (step,) = asked
+    assert (step.batch, step.tokens, step.accumulate, step.remat, step.mesh) == (16, 16, 2, "dots", ())
+    assert json.loads(step.config) == TINY
 
 
 @pytest.mark.slow

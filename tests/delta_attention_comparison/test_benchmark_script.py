@@ -137,6 +137,7 @@ def test_a_mistyped_word_is_answered_with_the_known_ones(wrong: dict, message: s
         compare(**wrong)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     done = run("--layers", "kad")
     assert done.returncode == 2

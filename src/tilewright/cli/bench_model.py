@@ -1,7 +1,11 @@
 """`tilewright bench model`: times a whole language model with random weights, training and generating."""
 
+import contextlib
+import dataclasses
 import functools
 import itertools
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,9 +29,11 @@ from tilewright.cli.ship import runs_elsewhere
 from tilewright.core.quantized import LARGEST
 from tilewright.core.target import default_device
 from tilewright.models.train_config import REMAT
+from tilewright.plan.advice import OutOfMemory, advise, is_out_of_memory
+from tilewright.plan.step import Step
 from tilewright.workbench.bench import Timing
 from tilewright.workbench.check import DTYPES
-from tilewright.workbench.figures import memory, rate, seconds, significant
+from tilewright.workbench.figures import memory, one_line, rate, seconds, significant
 from tilewright.workbench.model_bench import (
     PRESETS,
     TRANSFORMERS,
@@ -174,7 +180,7 @@ def bench_model(
         for name, measure in entrants.items():
             peer = {"peer": True} if name == TRANSFORMERS.name else {}
             for workload in asked.workloads:
-                with entries.one(f"{name} {subject.name} {workload}") as raised:
+                with entries.one(f"{name} {subject.name} {workload}") as raised, _advising(subject, workload):
                     keep(measure(subject=subject, workload=workload, timing=timing))
                 for error in raised:
                     keep(failure_record(subject, workload, name, {"failure": error, **peer}))
@@ -182,6 +188,27 @@ def bench_model(
     for name, remedy in missing.items():
         console().print(f"[yellow]absent:[/] {escape(f'{name}: {remedy}')}", soft_wrap=True)
     entries.end(ok=any(not record.metrics.get("peer") for record in done), refused="not timed")
+
+
+@contextlib.contextmanager
+def _advising(subject: Subject, workload: Workload) -> Iterator[None]:
+    """A context in which a device that runs out of memory is answered with what was largest, and what would fit."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if workload.what == "prefill" or subject.quantize is not None:
+            raise OutOfMemory(
+                f"out of memory: {one_line(error)}; use fewer rows or tokens, or fewer --layers"
+            ) from None
+        step = Step(json.dumps(subject.config), workload.batch, workload.tokens, dtype=subject.dtype)
+        if workload.what == "train":
+            step = dataclasses.replace(step, remat=subject.remat)
+        else:
+            step = dataclasses.replace(step, decode=True)
+        # Raised from nothing: the frames of the error hold the arrays that fill the device.
+        raise OutOfMemory(advise(step, same_mesh=True)) from None
 
 
 def _table(done: list[Record]) -> Table:

@@ -6,10 +6,14 @@ import sys
 def main() -> None:
     """Runs the command line, or prints the one command that installs what it needs."""
     try:
+        import packaging  # noqa: F401
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError:
-        print("tilewright's command line needs typer and rich: pip install 'tilewright[bench]'", file=sys.stderr)
+        print(
+            "tilewright's command line needs typer, rich and packaging: pip install 'tilewright[bench]'",
+            file=sys.stderr,
+        )
         sys.exit(2)
     from tilewright.cli import interrupt
 

@@ -9,8 +9,10 @@ from tilewright.cli.bench import bench
 from tilewright.cli.bench_model import Verbs, bench_model
 from tilewright.cli.check import check
 from tilewright.cli.compile import compile_verb
+from tilewright.cli.doctor import doctor
 from tilewright.cli.generate import generate
 from tilewright.cli.ops import ops
+from tilewright.cli.plan import plan
 from tilewright.cli.profile import profile
 from tilewright.cli.remote import app as remote
 from tilewright.cli.report import report
@@ -25,12 +27,13 @@ from tilewright.cli.tuned import tuned
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="""The bench that JAX kernels for TPU and GPU are made on.
 
 **List** the ops and what runs here: `tilewright ops`
+
+**Look** at this machine, and what mends what it lacks: `tilewright doctor`
 
 **Check** values and gradients against the oracle: `tilewright check linear_cross_entropy`
 
@@ -42,6 +45,8 @@ libraries' kernels on the same inputs: `tilewright bench kda --against fla`
 **Time** a whole model, training and generating: `tilewright bench model qwen3-1.7b`
 
 **Compile** an op's TPU kernels for every TPU, with none attached: `tilewright compile linear_cross_entropy --grad`
+
+**Plan** a model's step on devices that are not there, memory and time: `tilewright plan qwen3-8b --chip v6e --topology 4x4`
 
 **Tune** an op's block sizes, with every result checked: `tilewright tune matmul --budget 10m`, and show what is tuned:
 `tilewright tuned`
@@ -65,10 +70,12 @@ bench times only what the device can run.
 """,
 )
 app.command("ops")(ops)
+app.command("doctor")(doctor)
 app.command("check")(check)
 app.command("bench")(bench)
 app.command("bench model")(bench_model)
 app.command("compile")(compile_verb)
+app.command("plan")(plan)
 app.command("tune")(tune)
 app.command("tuned")(tuned)
 app.command("profile")(profile)

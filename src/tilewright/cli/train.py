@@ -18,6 +18,7 @@ from tilewright.cli.together import together
 from tilewright.cli.track import check_tracker, import_tracker, tracking_mode
 from tilewright.core.chip import Chip
 from tilewright.core.target import default_device
+from tilewright.plan.advice import advise_training, is_out_of_memory
 from tilewright.workbench.records import Provenance
 
 # A `TrainConfig`, `Training` and `Metrics` of tilewright.models, which the `models` extra is needed for.
@@ -50,7 +51,7 @@ def train(
     The folder gets records.jsonl (a line per step, written at once), loss.png, checkpoints, and at the end final/, which
     tilewright.models.load and transformers read. A run that was interrupted or killed goes on from its last checkpoint,
     with the same bits as if it had not been. Ctrl-C writes a checkpoint and ends with 130. A loss that is not a number ends
-    the run with 2.
+    the run with 2; a device without memory ends it with 1, and with what would fit.
 
     Several processes, on one host or many, train together with --coordinator, --processes and --process, over the [mesh] of
     all of their devices and in one shared folder. The first one writes and prints.
@@ -66,10 +67,37 @@ def train(
 
 def _train(config: Path, out: Path | None, steps: int | None, track: str | None, *, resume: bool) -> None:
     folder = out if out is not None else Path("runs") / config.stem
-    read, run = _begun(config, folder, steps, track, fresh=not resume)
-    if not run.writes:
-        _follow(run, folder)
+    with _advising(config):
+        read, run = _begun(config, folder, steps, track, fresh=not resume)
+        if not run.writes:
+            _follow(run, folder)
+            return
+        _lead(config, read, run, folder, track)
+
+
+@contextlib.contextmanager
+def _advising(config: Path) -> Iterator[None]:
+    """A context in which a device that runs out of memory ends the run with 1 and one message: what was largest, and which
+    remat policy, microbatches or mesh would fit.
+    """
+    told = None
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        told = " ".join(str(error).split())
+    if told is None:
         return
+    from tilewright.models.train_config import TrainConfig
+
+    message = advise_training(TrainConfig.read(config), told)
+    console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def _lead(config: Path, read: Config, run: Run, folder: Path, track: str | None) -> None:
+    """Makes the steps of the process that writes and prints."""
     begun, first = time.perf_counter(), run.step
     records = folder / "records.jsonl"
     with writing("out", folder):

@@ -1,0 +1,89 @@
+"""Hand-written gradients that can be differentiated in forward mode and again (core/derivatives.py)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tilewright.core.derivatives import with_derivatives
+
+X = jnp.linspace(0.1, 0.9, 4)
+Y = jnp.linspace(-0.5, 0.7, 4)
+
+
+def plain(x: jax.Array, y: jax.Array, scale: float) -> jax.Array:
+    return scale * jnp.sin(x) * y
+
+
+def function_and_log() -> tuple[Any, list[str]]:
+    """`plain` with rules of its own, and which of them ran."""
+    ran: list[str] = []
+
+    def forward(x: jax.Array, y: jax.Array, scale: float) -> tuple[Any, Any]:
+        ran.append("forward")
+        return function(x, y, scale), (x, y)
+
+    def tangent(scale: float, saved: Any, tangents: Any) -> jax.Array:
+        ran.append("tangent")
+        return jax.jvp(lambda x, y: plain(x, y, scale), saved, tangents)[1]
+
+    def backward(scale: float, saved: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ran.append("backward")
+        x, y = saved
+        return scale * jnp.cos(x) * y * d, scale * jnp.sin(x) * d
+
+    rules = {"forward": forward, "tangent": tangent, "backward": backward}
+    function = with_derivatives(plain, **rules, differentiable=2, static_argnums=(2,))
+    return function, ran
+
+
+def total(function: Any) -> Any:
+    return lambda x, y: jnp.sum(jnp.square(function(x, y, 3.0)))
+
+
+def test_reverse_mode_never_traces_the_tangent() -> None:
+    function, ran = function_and_log()
+    got, want = (jax.jit(jax.grad(total(one), (0, 1)))(X, Y) for one in (function, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    assert ran == ["forward", "backward"]
+
+
+def test_forward_mode_does_not_run_the_backward() -> None:
+    function, ran = function_and_log()
+    got, want = (jax.jit(jax.jacfwd(total(one), (0, 1)))(X, Y) for one in (function, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    assert "tangent" in ran
+    assert "backward" not in ran
+
+
+@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
+def test_second_derivatives_in_any_order_of_modes(outer: Any, inner: Any) -> None:
+    function, _ = function_and_log()
+    got, want = (jax.jit(outer(inner(total(one), (0, 1)), (0, 1)))(X, Y) for one in (function, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_inside_loops_remat_and_shard_map() -> None:
+    """The second derivative of what `jax.lax.scan`, `jax.checkpoint`, `jax.vmap` and `jax.shard_map` are around."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(one: Any) -> Any:
+        def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return carry, jax.vmap(jax.checkpoint(lambda x: one(x, carry, 3.0)))(x)
+
+        def shard(x: jax.Array, y: jax.Array) -> jax.Array:
+            y = jax.lax.pcast(y, "i", to="varying")
+            return jax.lax.psum(jnp.sum(jnp.square(jax.lax.scan(step, y, x)[1])), "i")
+
+        return jax.shard_map(shard, mesh=mesh, in_specs=(P("i"), P()), out_specs=P())
+
+    x = jnp.stack([jnp.stack([X, Y]), jnp.stack([Y, X])])
+    got, want = (
+        jax.jit(jax.grad(lambda x, y, one=one: jnp.sum(jax.grad(loss(one), 1)(x, y) * Y), (0, 1)))(x, Y)
+        for one in (function_and_log()[0], plain)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)

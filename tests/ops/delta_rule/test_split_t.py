@@ -40,9 +40,7 @@ def on_gpu(op, splits):
     [
         # Five chunks in splits of 2, 2 and 1: a transition between, a shorter last split, gates that let states through.
         ("gated_delta_rule", 3, 1, {"gate": 0.03}),
-        ("kda", 3, 1, {"gate": 0.03}),
         # One split per chunk, segments that end inside splits, grouped heads, widths of three tiles of 64.
-        ("gated_delta_rule", 5, 2, {"segments": 3, "v": 80}),
         ("kda", 5, 2, {"segments": 3, "v": 80}),
         ("delta_rule", 3, 1, {"k": 128, "v": 128}),
         ("kda", 4, 1, {"k": 128, "v": 128, "gate": 30.0}),

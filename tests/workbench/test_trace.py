@@ -149,9 +149,12 @@ def test_a_tpus_loop_does_not_count_its_body_twice() -> None:
 
 
 def test_a_cpus_operations_are_read_from_a_real_trace(tmp_path: Path) -> None:
-    square = jax.jit(lambda x: jnp.sort(x @ x))
+    @jax.jit
+    def sorted_square(x: jax.Array) -> jax.Array:  # A name that no other program of this process has.
+        return jnp.sort(x @ x)
+
     x = jnp.ones((64, 64))
-    found = trace_calls(lambda: square(x), tmp_path, steps=4)
+    found = trace_calls(lambda: sorted_square(x), tmp_path, steps=4)
     assert sum(operation.flops or 0 for operation in found.operations) == 4 * 2 * 64**3
     assert found.platform == "cpu"
     assert found.busy_s <= found.span_s

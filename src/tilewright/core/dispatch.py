@@ -29,7 +29,7 @@ from tilewright.core.differentiable import Settled
 from tilewright.core.implementation import KERNEL_PLATFORM as KERNEL_PLATFORM
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.partitioning import run_explicit
-from tilewright.core.target import INTERPRETED_AS, Interpret, current_chip, current_interpret
+from tilewright.core.target import INTERPRETED_AS, Interpret, current_chip, current_interpret, without_kernel_bodies
 
 _log = logging.getLogger("tilewright")
 
@@ -442,7 +442,7 @@ def explain(function: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Ex
         return function(*inner_args, **inner_kwargs)
 
     refusal = None
-    with noting_decisions() as decisions:
+    with noting_decisions() as decisions, without_kernel_bodies():
         try:
             jax.eval_shape(traced, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
         except Unsupported as error:

@@ -24,6 +24,7 @@ _INTERPRETER_THREADS = 4
 
 _target = jax.make_user_context(None)
 _interpret = jax.make_user_context(None)
+_bodies_traced = jax.make_user_context(True)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ def interpret(*, detect_races: bool = False, plain: bool = False) -> Iterator[No
 def interpreting_as(how: Interpret | None) -> contextlib.AbstractContextManager[Any]:
     """Makes `how`, an earlier `current_interpret()`, current again."""
     return _interpret(how)
+
+
+def without_kernel_bodies() -> contextlib.AbstractContextManager[Any]:
+    """Leaves the bodies of kernels untraced, which takes seconds for the largest; their outputs have only shapes."""
+    return _bodies_traced(False)
+
+
+def kernel_bodies_traced() -> bool:
+    return _bodies_traced.value
 
 
 def current_target() -> Chip | None:

@@ -6,7 +6,7 @@ what is written. FLOPs are those of matrix products alone, as in `core.case.Work
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,8 @@ class _Instruction:
         return [] if found is None else _numbers(found[2])
 
 
-def live_work(client: Any) -> dict[tuple[str, str], OperationWork]:
-    """The work of each operation of every program that a client holds, by the names of the program and the operation.
+def live_work(client: Any, programs: Collection[str]) -> dict[tuple[str, str], OperationWork]:
+    """The work of each operation of the programs of these names that a client holds, by the names of both.
 
     Where two programs of one name differ in the work of an operation, it is left out.
     """
@@ -57,6 +57,8 @@ def live_work(client: Any) -> dict[tuple[str, str], OperationWork]:
     differing: set[tuple[str, str]] = set()
     for executable in client.live_executables():
         for module in executable.hlo_modules():
+            if module.name not in programs:
+                continue
             for name, work in operation_work(module.to_string()).items():
                 key = (module.name, name)
                 if found.setdefault(key, work) != work:

@@ -81,6 +81,8 @@ def summarise(folder: Path, trace: Trace, *, steps: int | None, work: Work | Non
     events = trace.busiest
     if not events:
         raise NothingTraced(f"the trace in {folder} has no operation: nothing ran on the device while it was recorded")
+    unknown = {event.module for event in events if event.module and event.flops is None and event.bytes is None}
+    works = live_work(default_device().client, unknown)
     return Profile(
         folder=folder,
         platform=trace.platform,
@@ -88,9 +90,7 @@ def summarise(folder: Path, trace: Trace, *, steps: int | None, work: Work | Non
         steps=steps,
         span_s=max(event.end_s for event in events) - events[0].start_s,
         busy_s=busy_s(events),
-        operations=_with_known_flops(
-            _operations(events, names.traced(), live_work(default_device().client)), steps, work
-        ),
+        operations=_with_known_flops(_operations(events, names.traced(), works), steps, work),
         gaps=tuple(gaps(events)),
         work=work,
     )

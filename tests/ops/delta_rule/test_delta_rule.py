@@ -26,6 +26,10 @@ from tilewright.workbench.check import CaseCheck, call, call_with_gradients
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 every_op = pytest.mark.parametrize("op", OPS)
+# What goes through the same code for the three: the default tier has one of them.
+alike_op = pytest.mark.parametrize(
+    "op", [op if op == "gated_delta_rule" else pytest.param(op, marks=pytest.mark.slow) for op in OPS]
+)
 every_implementation = implementations(*IMPLEMENTATIONS)
 GATED = ("gated_delta_rule", "kda")
 op_and_fast_implementation = pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_nothing_later_changes_what_was(op: str, implementation: str) -> None:
     assert not np.array_equal(o[:, t + 1 :], changed[:, t + 1 :])
 
 
-@every_op
+@alike_op
 def test_unbatched_inputs(op: str) -> None:
     arrays = draw(op)
     o, state = run(op, arrays)
@@ -209,6 +213,7 @@ def test_a_positive_gate_lets_the_state_grow(op: str) -> None:
     close(state, want_state, 2e-5)
 
 
+@pytest.mark.slow
 def test_like_keys_do_not_break_the_inverse() -> None:
     """One key 64 times with beta 1: a Neumann series of the chunk's matrix has terms of 1e18 here."""
     arrays = draw("delta_rule", 64)
@@ -237,7 +242,7 @@ def test_gates_from_raw_inputs() -> None:
 # Steps.
 
 
-@every_op
+@alike_op
 def test_steps_are_the_sequence(op: str) -> None:
     arrays = draw(op, 9, b=2)
     o, final = run(op, arrays, "xla", normalize_qk=True)
@@ -252,7 +257,7 @@ def test_steps_are_the_sequence(op: str) -> None:
     assert alone.shape == (2, 16)
 
 
-@every_op
+@alike_op
 def test_a_step_has_gradients(op: str) -> None:
     arrays = draw(op, 1)
     step = getattr(tilewright, f"{op}_step")

@@ -36,9 +36,8 @@ def alone(arrays: dict[str, Any]) -> tuple[Any, Any]:
     return jnp.concatenate(outputs), jnp.stack(finals)
 
 
-@pytest.mark.parametrize(
-    "implementation", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("pallas_tpu", "xla")), "reference"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "xla", "reference"])
 def test_each_sequence_is_as_it_is_alone(implementation: str) -> None:
     """Values, final states and every gradient; sequences of 0, 1 and odd lengths."""
     arrays = draw()

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
 from tilewright.core.manual_axes import output_like
-from tilewright.core.target import current_interpret, gpu_interpret_params
+from tilewright.core.target import current_interpret, gpu_interpret_params, kernel_bodies_traced
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.names import note
 
@@ -126,6 +126,9 @@ def run_kernel(
     made = {key: value for key, value in outputs.items() if value is not None}
     names = [f"{key}_ref" for key in (*given, *made)]
     absent = dict.fromkeys(f"{key}_ref" for key in (*inputs, *outputs))
+    not_made = dict.fromkeys(key for key in outputs if outputs[key] is None)
+    if not kernel_bodies_traced():
+        return {key: jax.lax.empty(value.shape, value.dtype) for key, value in made.items()} | not_made
     # Those that are None are no leaves; a pipeline has several.
     buffers, structure = jax.tree.flatten(tuple(scratch.values()))
     like = next(iter(given.values()))
@@ -147,7 +150,7 @@ def run_kernel(
         kernel_name=note(name),
     )
     results = kernel(*given.values())
-    return dict(zip(made, results, strict=True)) | dict.fromkeys(key for key in outputs if outputs[key] is None)
+    return dict(zip(made, results, strict=True)) | not_made
 
 
 def smem_bytes(scratch: Mapping[str, Any], *, reductions: bool = False) -> int:
@@ -196,6 +199,8 @@ def run_in_place(
     given = {key: value for key, value in inputs.items() if value is not None}
     names = [f"{key}_ref" for key in (*given, *outputs)]
     absent = dict.fromkeys(f"{key}_ref" for key in inputs)
+    if not kernel_bodies_traced():
+        return {key: jax.lax.empty(value.shape, value.dtype) for key, value in outputs.items()}, state
 
     def in_place(state_ref: Any, *refs: Any) -> None:
         body(state_ref=state_ref, new_state_ref=state_ref, **absent | dict(zip(names, refs, strict=True)))

@@ -27,7 +27,7 @@ from tilewright.core.chip import LANES, SUBLANES, Chip
 from tilewright.core.config import Config
 from tilewright.core.implementation import Launch, Pass
 from tilewright.core.manual_axes import output_like
-from tilewright.core.target import current_interpret, tpu_interpret_params
+from tilewright.core.target import current_interpret, kernel_bodies_traced, tpu_interpret_params
 from tilewright.pallas.names import note
 
 _PIPELINE_BUFFERS = 2  # Pallas fetches the next block while this one is used.
@@ -166,6 +166,9 @@ class Kernel:
         scratch = {name: buffer for name, buffer in self.scratch.items() if buffer is not None}
         names = (*(f"{name}_ref" for name in (*self.prefetched, *inputs, *outputs)), *scratch)
         every = (*(f"{name}_ref" for name in (*self.inputs, *self.outputs)), *self.scratch)
+        absent = dict.fromkeys(name for name, output in self.outputs.items() if output is None)
+        if not kernel_bodies_traced():
+            return {name: jax.lax.empty(output.shape, output.block.dtype) for name, output in outputs.items()} | absent
         like = arrays[next(iter(inputs))]
 
         def by_name(*refs: Any) -> None:
@@ -193,4 +196,4 @@ class Kernel:
             name=note(self.name),
         )(*(arrays[name] for name in (*self.prefetched, *inputs)))
         made: dict[str, jax.Array | None] = dict(zip(outputs, results, strict=True))
-        return made | dict.fromkeys(name for name, output in self.outputs.items() if output is None)
+        return made | absent

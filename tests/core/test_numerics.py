@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.core.numerics import FLOOR, discrepancy, judge, round_gradient, rounded
+from tilewright.core import numerics
+from tilewright.core.numerics import FLOOR, discrepancy, judge, round_gradient, rounded, signed_sums
 
 
 def test_metrics_by_hand() -> None:
@@ -61,6 +62,26 @@ def test_the_floor_is_a_few_roundings() -> None:
     oracle = np.ones(10)
     assert judge(oracle + 0.9 * FLOOR, oracle, oracle).ok
     assert not judge(oracle + 1.1 * FLOOR, oracle, oracle).ok
+
+
+def test_large_arrays_are_compared_by_signed_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell a wrong element, a block of zeros and a NaN from roundings, and are as strict for other roundings."""
+    monkeypatch.setattr(numerics, "SUMMED_ABOVE", 256)
+    random = np.random.default_rng(0)
+    exact = random.standard_normal((101, 127))
+    with jax.enable_x64(True):
+        oracle = np.asarray(signed_sums(jnp.asarray(exact)))
+
+    def sums(x: np.ndarray) -> np.ndarray:
+        return np.asarray(signed_sums(jnp.asarray(x, jnp.bfloat16)))
+
+    assert oracle.size <= 256
+    plain = sums(exact)
+    assert judge(sums(exact * (1 + 2.0**-10 * random.standard_normal(exact.shape))), plain, oracle).ok
+    for place, value in (((5, 6), 9.0), (np.s_[64:68, :64], 0.0), ((100, 126), np.nan)):
+        wrong = exact.copy()
+        wrong[place] = value
+        assert not judge(sums(wrong), plain, oracle).ok, place
 
 
 def test_shapes_must_agree() -> None:

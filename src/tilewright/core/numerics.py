@@ -24,6 +24,8 @@ from tilewright.core.boundary import identity
 
 FACTOR = 2.0
 FLOOR = 8 * float(np.finfo(np.float32).eps)
+SUMMED_ABOVE = 2**22
+"""Arrays of more elements than this are compared by `signed_sums`."""
 _PART = 2**22
 
 
@@ -38,6 +40,22 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     A cast to `dtype` and back is not enough: on a GPU, XLA removes such a pair (excess precision).
     """
     return jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+
+
+def signed_sums(x: jax.Array) -> jax.Array:
+    """x itself, or of an array of more than `SUMMED_ABOVE` elements so many sums of runs of them, with random signs.
+
+    For comparing large arrays without bringing them to the host. A wrong element changes a sum by as much, and the errors
+    of roundings add up to the square root of a run's length in the results of a kernel and of the plain version alike. Sums
+    are float64 where that is enabled.
+    """
+    if x.size <= SUMMED_ABOVE:
+        return x
+    length = -(-x.size // SUMMED_ABOVE)
+    dtype = jax.dtypes.canonicalize_dtype(np.float64)
+    signs = np.random.default_rng(0).choice(np.asarray([-1, 1], dtype), (1, length))
+    runs = jnp.pad(x.reshape(-1), (0, -x.size % length)).reshape(-1, length)
+    return jnp.sum(runs.astype(dtype) * signs, axis=1)
 
 
 def round_gradient(x: jax.Array, dtype: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from tilewright.core.case import Case
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op
 from tilewright.core.implementation import DTYPES as DTYPES
-from tilewright.core.numerics import Verdict, judge
+from tilewright.core.numerics import Verdict, judge, rounded
 from tilewright.core.target import RaceDetected, default_device, finding_races, interpret, reset_interpreters
 
 # Simulated TensorCores, for finding races: each step of a kernel's parallel axes, up to so many, runs on one of its own.
@@ -84,10 +84,11 @@ class CaseCheck:
         *,
         seed: int = 0,
         arrays: Mapping[str, Any] | None = None,
+        compared: Callable[[jax.Array], jax.Array] | None = None,
     ):
-        """`arrays` are used instead of drawn ones."""
-        self.op, self.case, self.dtype = op, case, dtype
-        self._reference = jax.jit(call_with_gradients(call(op, case, "reference"), case))
+        """`arrays` are used instead of drawn ones. `compared`: what is kept of each result, computed on the device."""
+        self.op, self.case, self.dtype, self._compared = op, case, dtype, compared
+        self._reference = self._program(call(op, case, "reference"))
         self._set_arrays(case.draw(dtype, seed) if arrays is None else arrays, seed)
 
     def redrawn(self, seed: int, arrays: Mapping[str, Any] | None = None) -> "CaseCheck":
@@ -99,18 +100,27 @@ class CaseCheck:
     def against(self, function: Callable[..., tuple[Any, ...]]) -> "CaseCheck":
         """The same check with the oracle of `function`: the same op, written with other calls of the reference."""
         other = copy.copy(self)
-        other._reference = jax.jit(call_with_gradients(function, self.case))
+        other._reference = self._program(function)
         other.oracle = other._oracle()
         return other
+
+    def _program(self, function: Callable[..., tuple[Any, ...]]) -> Callable[..., dict[str, Any]]:
+        """(arrays, cotangents) -> outputs and gradients; with the plain version's rounding where inputs are not float64."""
+        both = call_with_gradients(function, self.case)
+
+        def results(arrays: Mapping[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
+            found = both(arrays, cotangents)
+            for name in self.case.rounded:
+                if name in found and found[name].dtype != jnp.float64:
+                    found[name] = rounded(found[name], self.dtype)
+            return found if self._compared is None else {name: self._compared(each) for name, each in found.items()}
+
+        return jax.jit(results)
 
     def _set_arrays(self, arrays: Mapping[str, Any], seed: int) -> None:
         self.arrays = arrays
         self.cotangents = draw_cotangents(call(self.op, self.case, "reference"), arrays, seed)
-        plain = {name: np.asarray(value) for name, value in self._reference(arrays, self.cotangents).items()}
-        self.plain = {
-            name: value.astype(jnp.dtype(self.dtype)).astype(value.dtype) if name in self.case.rounded else value
-            for name, value in plain.items()
-        }
+        self.plain = {name: np.asarray(value) for name, value in self._reference(arrays, self.cotangents).items()}
         self.oracle = self._oracle()
 
     def _oracle(self) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ reads one JSON object per line from its input, and writes one per line as the an
 "kind": ..., "error": ...}. pool.py is the other side.
 
     open      the op, case, dtype and implementation that everything after is about
-    expect    computes the expected results, and writes them to a folder
+    expect    computes the expected results, and writes them to a folder: of large arrays, signed sums of runs
     prepare   compiles a config, runs it, and compares its results with those of the folder
     sample    times what was prepared last
 """
@@ -29,7 +29,7 @@ import numpy as np
 from tilewright.core.case import Case
 from tilewright.core.config import Config
 from tilewright.core.dispatch import Op, Unsupported
-from tilewright.core.numerics import Discrepancy, discrepancy, judge_beside
+from tilewright.core.numerics import Discrepancy, discrepancy, judge_beside, signed_sums
 from tilewright.core.target import interpret
 from tilewright.core.tuned import read_config
 from tilewright.workbench.bench import Mode, Program
@@ -43,6 +43,7 @@ ORACLE = "the oracle"
 _EXPECTED = "expected.json"
 _WARM_SECONDS = 0.05  # Calls that take longer are not repeated to warm up, and are timed once per turn.
 _SAMPLES_PER_TURN = 3
+_sums = jax.jit(signed_sums)
 _TINY = 1e-300  # The bound of a quantity that is 0 everywhere.
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl.
 
@@ -81,12 +82,12 @@ class Session:
     def expect(self, folder: str, exact: bool) -> dict[str, Any]:
         """`exact`: the oracle, by the 2x rule. Otherwise what fits into memory, as for comparisons with other libraries."""
         if exact:
-            held = CaseCheck(self.op, self.case, self.dtype, arrays=self.arrays)
+            held = CaseCheck(self.op, self.case, self.dtype, arrays=self.arrays, compared=signed_sums)
             wanted, against = held.oracle, ORACLE
             baselines = {name: dataclasses.asdict(discrepancy(held.plain[name], want)) for name, want in wanted.items()}
         else:
-            wanted, against = Wanted(self.op, self.case, self.dtype, BOTH).expected(self.case)
-            baselines = {}
+            whole, against = Wanted(self.op, self.case, self.dtype, BOTH).expected(self.case)
+            wanted, baselines = {name: np.asarray(_sums(want)) for name, want in whole.items()}, {}
         names = list(wanted)
         for place, name in enumerate(names):
             np.save(Path(folder) / f"{place}.npy", wanted[name])
@@ -120,7 +121,7 @@ class Session:
         expected = json.loads((folder / _EXPECTED).read_text())
         checks = []
         for name, got in results.items():
-            want = np.load(folder / f"{expected['names'].index(name)}.npy", mmap_mode="r")
+            got, want = np.asarray(_sums(got)), np.load(folder / f"{expected['names'].index(name)}.npy")
             if expected["baselines"]:
                 baseline = expected["baselines"][name]
                 verdict = judge_beside(got, Discrepancy(**baseline | {"worst": tuple(baseline["worst"])}), want)
@@ -130,7 +131,7 @@ class Session:
                 )
                 checks.append({"quantity": name, "share": max(shares), "ok": verdict.ok, "text": str(verdict)})
             else:
-                error, bound = relative_error(np.asarray(got), want), TOLERANCE[self.dtype]
+                error, bound = relative_error(got, want), TOLERANCE[self.dtype]
                 ok, text = error <= bound, f"relative error {error:.3g} (bound {bound:.3g})"
                 checks.append({"quantity": name, "share": error / bound, "ok": ok, "text": text})
         return checks

@@ -4,10 +4,13 @@ README.md is the home page; CONTRIBUTING.md, CHANGELOG.md and the comparison's R
 command line gets a page from its own help, each op's page ends with the reference of its functions, and measurements get a
 list. Links between files of the repository become links between pages; a link to a file that is no page becomes its text.
 
+A comment `<!-- plot: COLUMN | COLUMN -->` above a table draws these columns of it as bars, row by row.
+
 After a build, `problems` finds links that lead nowhere and files that another host would have to serve. Each is a warning,
 with which `mkdocs build --strict` fails.
 """
 
+import html
 import html.parser
 import logging
 import posixpath
@@ -50,6 +53,13 @@ FURTHER = {
 _PUBLIC = re.compile(r"^from (tilewright\.\S+) import (\w+) as \2$", re.M)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"(?ms)^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)[ \t]*$")
+
+_PLOT = re.compile(r"^<!-- plot: (?P<columns>[^\n]+) -->\n", re.M)
+_TABLE = re.compile(r"^(?P<head>\|[^\n]*\|)\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n?)+)", re.M)
+_FIGURE = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(ms|us|s\b)?")
+_LONGEST_BAR = 80
+"""Per cent of the width; the figure stands behind the bar."""
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, None: 1.0}
 
 log = logging.getLogger("mkdocs.hooks.site_pages")
 
@@ -98,7 +108,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     if names := reference_of(at):
         markdown += "\n\n## Reference\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n"
     known = {file.src_uri for file in files}
-    return linked(markdown, source, at, known)
+    return linked(plotted(markdown, at), source, at, known)
 
 
 def on_post_build(*, config: Any) -> None:
@@ -128,6 +138,68 @@ def linked(markdown: str, source: str, page: str, known: set[str]) -> str:
         parts += [_LINK.sub(replaced, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*parts, _LINK.sub(replaced, markdown[end:])])
+
+
+def plotted(markdown: str, page: str) -> str:
+    """The text of a page with bars in place of each `plot` comment. A column that is not there is warned of."""
+
+    def drawn(match: re.Match[str]) -> str:
+        table = _TABLE.search(markdown, match.end())
+        columns = [name.strip() for name in match["columns"].split(" | ")]
+        head = [_shown(cell) for cell in _cells(table["head"])] if table else []
+        if wrong := [name for name in columns if name not in head]:
+            log.warning(f"{page}: the plot of {wrong[0]!r} is of no column of the next table; its columns: {head}")
+            return ""
+        assert table is not None
+        rows = [_cells(line) for line in table["rows"].splitlines()]
+        places = [head.index(name) for name in columns]
+        names = [[_shown(cell) for cell in row[: min(places)] if not _FIGURE.fullmatch(cell)] for row in rows]
+        cells = [[row[place] for place in places] for row in rows]
+        return _bars([(", ".join(filter(None, name)), each) for name, each in zip(names, cells, strict=True)], columns)
+
+    return _PLOT.sub(drawn, markdown)
+
+
+def _bars(rows: list[tuple[str, list[str]]], columns: list[str]) -> str:
+    """Bars as HTML that no script draws. Bars of one column are drawn to one scale, those of several row by row."""
+    several = len(columns) > 1
+    figures = [(name, _figures(cells)) for name, cells in rows]
+    figures = [(name, found) for name, found in figures if len(found) > several]
+    parts = ['<figure class="bars">', '<p class="bars-key">']
+    parts += [f'<span class="s{place}"></span>{html.escape(column)} ' for place, column in enumerate(columns)]
+    parts.append("</p>")
+    longest = max((size for _, found in figures for size, _ in found.values()), default=1.0)
+    for name, found in figures:
+        parts.append(f'<div class="bars-row"><div class="bars-name">{html.escape(name)}</div>')
+        scale = max(size for size, _ in found.values()) if several else longest
+        for place, (size, shown) in found.items():
+            parts.append(
+                f'<div class="bar"><span class="s{place}" style="width: {_LONGEST_BAR * size / scale:.1f}%" '
+                f'title="{html.escape(columns[place])}"></span><b>{shown}</b></div>'
+            )
+        parts.append("</div>")
+    scaled = "<figcaption>Each row has a scale of its own.</figcaption>" if several else ""
+    return "\n".join([*parts, f"{scaled}</figure>"]) + "\n\n"
+
+
+def _figures(cells: list[str]) -> dict[int, tuple[float, str]]:
+    """The figures that cells begin with, by their place: each in seconds, and as text. One without a unit has the row's."""
+    found = {place: match for place, cell in enumerate(cells) if (match := _FIGURE.match(_shown(cell)))}
+    common = next((match[2] for match in found.values() if match[2]), None)
+    units = {place: match[2] or common for place, match in found.items()}
+    return {
+        place: (float(match[1].replace(",", "")) * _UNITS[units[place]], f"{match[1]} {units[place] or ''}".strip())
+        for place, match in found.items()
+    }
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def _shown(cell: str) -> str:
+    """A cell without the marks of Markdown."""
+    return re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", cell).strip()
 
 
 def reference_of(page: str) -> list[str]:
@@ -170,17 +242,26 @@ def _generated() -> dict[str, str]:
 
 
 def _measurements() -> str:
+    """The index of measurements, the newest first, with what each page has."""
     lines = [
         "# Measurements",
         "",
-        "What was measured, with chip, versions and date, newest first. A figure from a compiler's schedule is called an",
-        "estimate. The records of each run lie in the repository, under docs/measurements.",
+        "What was measured, with chip, versions and date, and what fell short. Each op's page has the newest figures, and",
+        "[the frontier](../frontier.md) sets them beside other libraries'. Pages about TPUs have the compiler's",
+        "schedules: no TPU has run.",
         "",
+        "| date | chip | measurement | plots | records |",
+        "|---|---|---|---|---|",
     ]
     for path in sorted((ROOT / "docs/measurements").glob("*.md"), reverse=True):
-        title = path.read_text().splitlines()[0].removeprefix("# ")
-        lines.append(f"- [{title}]({path.name})")
-    return "\n".join(lines)
+        text = path.read_text()
+        title = re.sub(r",? \(?\d{4}-\d\d-\d\d\)?", "", text.splitlines()[0].removeprefix("# "))
+        date = path.name[: len("2026-01-01")]
+        chip = "H200" if "-h200-" in path.name else "TPUs"
+        chip += ", estimates" if re.search("schedules|compiled", title) else ""
+        plots, records = len(_PLOT.findall(text)), path.with_suffix(".jsonl").exists()
+        lines.append(f"| {date} | {chip} | [{title}]({path.name}) | {plots or ''} | {'yes' if records else ''} |")
+    return "\n".join(lines) + "\n"
 
 
 def _verbs() -> Iterator[tuple[str, Any]]:

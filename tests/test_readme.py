@@ -37,5 +37,6 @@ def test_links_lead_somewhere() -> None:
         (ROOT / "docs").rglob("*.md")
     )
     for page in pages:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        prose = re.sub(r"(?ms)^ *```.*?^ *```$|`[^`\n]*\]\([^`\n]*`", "", page.read_text())
+        for target in re.findall(r"\]\(([^)#:]+)\)", prose):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -162,7 +162,7 @@ def test_an_op_of_sharded_arrays_compiles_for_a_slice() -> None:
 
 def test_the_verb_prints_the_table_and_writes_the_reports(tmp_path: Path) -> None:
     runner, file = CliRunner(), tmp_path / "reports.json"
-    args = ["compile", "linear_cross_entropy", "--json", str(file), "--case"]
+    args = ["compile", "linear_cross_entropy", "--out", str(file), "--case"]
     done = runner.invoke(app, [*args, "odd", "--chip", "v6e"])
     assert done.exit_code == 0, done.output
     assert "Times are lower bounds, estimated from the schedule; they are not measurements." in done.output

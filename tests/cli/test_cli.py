@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
+from typer.main import get_command
 
 from tilewright import configs as configs_module
 from tilewright.cli import bench as cli_bench
 from tilewright.cli import check as cli_check
 from tilewright.cli import ops as cli_ops
 from tilewright.cli.compile import _changed_configs
-from tilewright.cli.main import main
+from tilewright.cli.document import prints_json, tell
+from tilewright.cli.main import app, main
+from tilewright.cli.screen import console, new_table
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
 from tilewright.ops.linear_cross_entropy import xla
@@ -119,6 +123,43 @@ def test_check_exits_with_1_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MISS" in done.stdout
     assert "miss: xla odd float32 y: max" in done.stdout
 
+    # The same as a document: nothing else is on stdout, and the exit code is the same.
+    done = ran("check", "rms_norm", "--case", "odd", "--implementation", "xla", "--dtype", "float32", "--json")
+    assert done.code == 1
+    told = json.loads(done.stdout)
+    missed = next(each for each in told["checked"] if not each["ok"])
+    assert (missed["implementation"], missed["quantity"]) == ("xla", "y")
+    assert missed["max_abs"] > missed["max_abs_bound"]
+    assert (told["failed"], told["interrupted"]) == ({}, False)
+    assert "miss: xla odd float32 y: max" in done.stderr
+
+
+def test_every_verb_that_prints_a_table_has_json(capsys: pytest.CaptureFixture[str]) -> None:
+    having = set()
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        for inner, each in {"": command, **getattr(command, "commands", {})}.items():
+            if any("--json" in parameter.opts for parameter in each.params):
+                having.add(f"{name} {inner}".strip())
+    tables = {"ops", "doctor", "check", "bench", "bench model", "compile", "plan", "tune", "tuned", "profile"}
+    assert having == tables | {"remote list", "remote status"}
+    done = ran("check", "rms_norm", "--case", "hgue", "--json")  # A mistake leaves stdout empty.
+    assert (done.code, done.stdout) == (2, "")
+    assert_refused((("check", "rms_norm", "--json", "--on", "sky:a"), "leave it or --on sky:a out"))
+
+    @prints_json
+    def verb() -> None:
+        print("by the way")
+        console().print(new_table("a", ("b",)))
+        tell(time=float("nan"), path=Path("x"), config=find_op("rms_norm").case("odd").work(2))
+        raise typer.Exit(3)
+
+    with pytest.raises(typer.Exit):
+        verb(as_json=True)
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["time"], told["path"], set(told["config"])) == (None, "x", {"flops", "bytes"})
+    assert err == "by the way\n"
+
 
 @pytest.mark.slow
 def test_check_names_a_case_that_is_not_taken_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +226,7 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     op = "linear_cross_entropy"
     assert_refused(
         (("check", "softmax"), "op='softmax' is not an op of tilewright; use one of flash_attention, decode_attention"),
+        (("check", "RMS-nrm"), "short_conv; did you mean rms_norm?"),
         (("check", op, "--case", "huge"), "--case huge is not known; use one of odd, batched"),
         (("check", op, "--dtype", "fp8"), "--dtype fp8 is not known; use one of float32, bfloat16"),
         (("bench", op, "--implementation", "cuda"), "--implementation cuda is not known; use one of"),
@@ -204,7 +246,10 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
             "--records /dev/full cannot be written: No space left on device; use",
         ),
         (("bench", op, "--records", "."), "--records . cannot be written: Is a directory; use another path"),
-        (("bench", op, "--records", "/dev/null/a"), "--records /dev/null/a cannot be written: "),
+        (
+            ("bench", op, "--records", "/dev/null/a"),
+            "--records /dev/null/a cannot be written: /dev/null is no folder; use",
+        ),
         (("bench", op, "--plot", "/proc/a.png"), "--plot /proc/a.png cannot be written: "),
         cwd=tmp_path,
     )
@@ -222,9 +267,12 @@ def test_compile_reads_its_arguments_before_it_compiles() -> None:
     assert_refused(
         (("compile",), "OP is missing; name an op (`tilewright ops` lists them), or pass --doctor"),
         ((*op, "--dtype", "float16"), "--dtype float16 is not known; use one of float32, bfloat16"),
-        ((*op, "--json", "/dev/full"), "--json /dev/full cannot be written: No space left on device"),
+        ((*op, "--out", "/dev/full"), "--out /dev/full cannot be written: No space left on device"),
         ((*op, "--limit", "nan"), "--limit nan is not a number of seconds"),
-        ((*op, "--chip", "v6"), "--chip v6 is not known; use one of v4, v5e, v5p, v6e, v7x, h100, h200, b200"),
+        (
+            (*op, "--chip", "v6"),
+            "--chip v6 is not known; use one of v4, v5e, v5p, v6e, v7x, h100, h200, b200; did you mean v6e?",
+        ),
         (("compile", "rms_norm", "--chip", "v6e,h200"), "rms_norm has no GPU kernel to compile; its implementations:"),
         ((*op, "--config", "block_n"), "--config block_n is not name=number"),
         (

@@ -147,7 +147,7 @@ def test_a_compile_that_is_interrupted_is_stopped_and_the_others_are_kept(
 ) -> None:
     """The v5e's report is there when the v4's compile, which takes a minute, is interrupted."""
     fake_worker(f"if 'v4' in sys.argv[2]: time.sleep(60){GOOD}")
-    words = ("compile", "rms_norm", "--case", "odd", "--chip", "v4,v5e", "--no-schedule", "-j", "2", "--json", "r.json")
+    words = ("compile", "rms_norm", "--case", "odd", "--chip", "v4,v5e", "--no-schedule", "-j", "2", "-o", "r.json")
     real = screen.Entries.one
     monkeypatch.setattr(screen.Entries, "one", lambda *args: InterruptedAfter(real(*args)))
     began = time.monotonic()

@@ -141,4 +141,6 @@ def test_a_mistyped_word_is_answered_with_the_known_ones(wrong: dict, message: s
 def test_a_mistake_is_one_line_and_exit_code_2() -> None:
     done = run("--layers", "kad")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: --layers kad is not known; use one of kda, gdn, deltanet, softmax"]
+    assert done.stderr.splitlines() == [
+        "error: --layers kad is not known; use one of kda, gdn, deltanet, softmax; did you mean kda?"
+    ]

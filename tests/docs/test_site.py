@@ -2,6 +2,7 @@
 
 import http.server
 import importlib.util
+import re
 import subprocess
 import sys
 import threading
@@ -61,6 +62,19 @@ def test_links_between_files_become_links_between_pages(hook: ModuleType) -> Non
     )
 
 
+def test_the_columns_that_a_page_names_are_drawn_as_bars(hook: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    table = (
+        "| case | first | `ours` | fla |\n|---|---|---|---|\n| a | 3 s | **1.5** ms (1 to 2) | 3 |\n| b | | | 9 us |\n"
+    )
+    drawn = hook.plotted(f"<!-- plot: ours | fla -->\n\n{table}", "x.md")
+    assert drawn.endswith(table)  # The figures stay.
+    assert drawn.count('class="bars-row"') == 1  # Nothing is beside b's.
+    assert '<div class="bars-name">a</div>' in drawn
+    assert re.findall(r"width: ([\d.]+)%.*?<b>(.*?)</b>", drawn) == [("40.0", "1.5 ms"), ("80.0", "3 ms")]
+    assert hook.plotted(f"<!-- plot: theirs -->\n{table}", "x.md") == table
+    assert "'theirs' is of no column of the next table" in caplog.text
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of a server of these files on this machine."""
@@ -104,7 +118,13 @@ def test_the_site_builds_strictly_and_works_in_a_browser(hook: ModuleType, tmp_p
                 if (first) return first.href; } return null; })()"""
         )
         assert found
-        for page in ("ops/attention.html", "verbs/bench.html", "measurements/index.html", "guide/index.html"):
+        for page in (
+            "ops/attention.html",
+            "verbs/bench.html",
+            "measurements/index.html",
+            "frontier.html",
+            "guide/index.html",
+        ):
             tab.size(390, 800)
             tab.open(f"{address}{page}")
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390, page

@@ -1,5 +1,6 @@
 """`tilewright bench`: times the implementations of an op side by side, with their memory."""
 
+import dataclasses
 import functools
 import itertools
 import statistics
@@ -12,6 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import (
     Entries,
     arguments,
@@ -102,6 +104,7 @@ def _show_fetched(done: list[Record], *, baseline: Path | None, **given: Any) ->
 
 
 def _show(done: list[Record], *, records: Path, plot: Path | None, quiet: bool, **_: Any) -> None:
+    tell(records=[told_record(record) for record in done], appended_to=records)
     if done and not quiet:
         console().print(_table(done))
         for note in _notes(done):
@@ -139,6 +142,15 @@ def _notes(done: list[Record]) -> list[str]:
 def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
     """Prints how the records compare with the baseline's. Returns whether none is slower."""
     found, out = compare(done, baseline), console()
+    tell(
+        baseline=[
+            {
+                **{name: getattr(change.now, name) for name in ("op", "implementation", "case", "dtype", "mode")},
+                **{name: getattr(change, name) for name in ("verdict", "now_s", "before_s", "noise", "basis")},
+            }
+            for change in found.changes
+        ]
+    )
 
     def names(records: Iterable[Record]) -> str:
         return escape(", ".join(f"{each.implementation} {each.case} {each.dtype}" for each in records))
@@ -193,6 +205,7 @@ def _device_notes(done: list[Record]) -> list[str]:
     return notes
 
 
+@prints_json
 @runs_elsewhere(check=_settle, records="records", here_only=("plot", "baseline"), show=_show_fetched)
 def bench(
     asked: _Asked,
@@ -285,9 +298,16 @@ def bench(
     passes = asked.baseline is None or _passes(done, asked.baseline)
     if others := [peer.name for peer in asked.against if op not in peer.ops]:
         console().print(f"[yellow]no {op}:[/] {', '.join(others)}")
+    tell(absent=missing)
     for name, remedy in missing.items():
         console().print(f"[yellow]absent:[/] {escape(f'{name}: {remedy}')}", soft_wrap=True)
     entries.end(ok=passes and any(not record.metrics.get("peer") for record in done), refused="not timed")
+
+
+def told_record(record: Record) -> dict[str, Any]:
+    """A record as the document of --json has it: its fields, and the median of its samples and its spread."""
+    figures = {"median_s": record.median_s, "spread": record.spread} if record.samples_s else {}
+    return {**dataclasses.asdict(record), **figures}
 
 
 def _chosen_cases(op: Op, given: str | None) -> tuple[str, ...]:

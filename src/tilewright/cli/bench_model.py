@@ -15,9 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from tilewright.cli.bench import told_record
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import (
     Entries,
     arguments,
+    check_name,
     check_seconds,
     console,
     new_table,
@@ -79,13 +82,11 @@ def _settle(
     **_: Any,
 ) -> _Asked:
     """Resolves the names on the command line, and tries its file."""
-    if preset not in PRESETS:
-        raise ValueError(f"PRESET {preset} is not known; use one of {', '.join(PRESETS)}")
-    for value, known, option in ((dtype, DTYPES, "dtype"), (remat, REMAT, "remat")):
-        if value not in known:
-            raise ValueError(f"--{option} {value} is not known; use one of {', '.join(known)}")
-    if quantize is not None and quantize not in LARGEST:
-        raise ValueError(f"--quantize {quantize} is not known; use one of {', '.join(LARGEST)}, or leave it out")
+    check_name(preset, PRESETS, "PRESET")
+    check_name(dtype, DTYPES, "--dtype")
+    check_name(remat, REMAT, "--remat")
+    if quantize is not None:
+        check_name(quantize, LARGEST, "--quantize")
     if against is not None:
         split_names(against, (TRANSFORMERS.name,), "against")
     elif peer_python is not None:
@@ -108,6 +109,7 @@ def _settle(
 
 
 def _show(done: list[Record], *, records: Path, quiet: bool, **_: Any) -> None:
+    tell(records=[told_record(record) for record in done], appended_to=records)
     if not done or quiet:
         return
     console().print(_table(done))
@@ -116,6 +118,7 @@ def _show(done: list[Record], *, records: Path, quiet: bool, **_: Any) -> None:
     console().print(f"{len(done)} records appended to {records}")
 
 
+@prints_json
 @runs_elsewhere(check=_settle, records="records", show=_show)
 def bench_model(
     asked: _Asked,
@@ -185,6 +188,7 @@ def bench_model(
                 for error in raised:
                     keep(failure_record(subject, workload, name, {"failure": error, **peer}))
     _show(done, records=records, quiet=quiet)
+    tell(absent=missing)
     for name, remedy in missing.items():
         console().print(f"[yellow]absent:[/] {escape(f'{name}: {remedy}')}", soft_wrap=True)
     entries.end(ok=any(not record.metrics.get("peer") for record in done), refused="not timed")

@@ -1,10 +1,12 @@
 """`tilewright check`: compares the values and every gradient of an implementation with the oracle."""
 
+import dataclasses
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import Entries, console, new_table, split_names
 from tilewright.cli.ship import runs_elsewhere
 from tilewright.core.dispatch import KERNEL_PLATFORM, Op, find_op
@@ -27,7 +29,10 @@ def _settle(
     found = find_op(op)
     known = tuple(name for name in found.implementations if not races or name in KERNEL_PLATFORM)
     if not known:
-        raise ValueError(f"{op} has no kernel to look for races in; its implementations: {found.implementations}")
+        raise ValueError(
+            f"{op} has no kernel to look for races in; its implementations, "
+            f"{' and '.join(found.implementations)}, are plain JAX: leave out --races, or check another op"
+        )
     implementations = split_names(implementation, known, "implementation")
     small = tuple(c.name for c in found.cases if c.small)
     every = tuple(c.name for c in found.cases)
@@ -35,6 +40,7 @@ def _settle(
     return found, implementations, cases, split_names(dtype, DTYPES, "dtype")
 
 
+@prints_json
 @runs_elsewhere(check=_settle)
 def check(
     asked: tuple[Op, tuple[str, ...], tuple[str, ...], tuple[str, ...]],
@@ -77,6 +83,8 @@ def check(
                         raced[f"{name} {case_name} {dtype_name}"] = str(error)
                 failed += [(case_name, dtype_name, name) for _ in raised]
 
+    interpreted = [name for name in implementations if races or needs_interpreter(name)]
+    tell(op=op, checked=[_told(result) for result in results], races=raced, interpreter=interpreted)
     table = new_table(
         f"{op} against the oracle (the reference in float64)",
         ("case", "dtype", "implementation", "quantity"),
@@ -88,7 +96,6 @@ def check(
         table.add_row(*row, *["-"] * 7, "[bold red]failed[/]")
     console().print(table)
     misses = [result for result in results if not result.verdict.ok]
-    interpreted = [name for name in implementations if races or needs_interpreter(name)]
     if interpreted:
         why = "with race detection" if races else "since this device cannot run it"
         console().print(f"In the interpreter, {why}: {', '.join(interpreted)}.")
@@ -105,6 +112,13 @@ def check(
         wrong = "The values are wrong, by another cause than a data race that the interpreter knows."
         console().print(wrong if misses else "No data race found.")
     entries.end(ok=bool(results) and not misses and not raced, refused="not taken", named=case is not None)
+
+
+def _told(result: Checked) -> dict[str, Any]:
+    verdict = result.verdict
+    bounds = {"max_abs_bound": verdict.max_abs_bound, "relative_bound": verdict.relative_bound}
+    names = {name: getattr(result, name) for name in ("case", "dtype", "implementation", "quantity")}
+    return {**names, "ok": verdict.ok, **dataclasses.asdict(verdict.error), **bounds}
 
 
 def _row(result: Checked) -> tuple[str, ...]:

@@ -18,9 +18,11 @@ from tilewright.aot import GPUS, TPUS, Binary, CompileReport, KernelReport, NotS
 from tilewright.aot import compile as compile_for
 from tilewright.aot.sass import count_kinds
 from tilewright.aot.toolchain import Toolchain
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import (
     Entries,
     arguments,
+    check_name,
     check_seconds,
     console,
     new_table,
@@ -31,15 +33,17 @@ from tilewright.cli.screen import (
 from tilewright.core.case import Case
 from tilewright.core.chip import Chip, Platform
 from tilewright.core.dispatch import Op, explain, find_op
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.target import default_device, target
 from tilewright.workbench.check import DTYPES, call, call_with_gradients
 from tilewright.workbench.figures import memory, seconds
 from tilewright.workbench.records import checkout_commit, installed_versions, now, write_durably
 
-# The kinds of instructions of a GPU kernel that have columns. --json has all of them.
+# The kinds of instructions of a GPU kernel that have columns. --out and --json have all of them.
 _COUNTED = ("wgmma", "mma", "async copy", "MUFU", "FP32", "convert", "shared", "barrier")
 
 
+@prints_json
 def compile_verb(
     op: Annotated[str | None, typer.Argument(help="The op's name; `tilewright ops` lists them.")] = None,
     case: Annotated[str | None, typer.Option(help="Comma-separated; defaults to the op's first large case.")] = None,
@@ -63,8 +67,8 @@ def compile_verb(
         bool,
         typer.Option("--no-schedule", help="Report only whether it compiles, on TPUs in half the time: no figures."),
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the full reports to this file, as they are made.")
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the full reports to this file, as they are made.")
     ] = None,
     ask_doctor: Annotated[
         bool, typer.Option("--doctor", help="Report what this machine has and lacks for compiling, and stop.")
@@ -95,8 +99,7 @@ def compile_verb(
                     f"{op} has no {platform.upper()} kernel to compile; its implementations: "
                     f"{', '.join(found.implementations)}"
                 )
-        if dtype not in DTYPES:
-            raise ValueError(f"--dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
+        check_name(dtype, DTYPES, "--dtype")
         check_seconds(limit, "limit")
         every = tuple(c.name for c in found.cases)
         large = [c.name for c in found.cases if not c.small] or list(every)
@@ -104,7 +107,7 @@ def compile_verb(
         changes = _parse_config(config)
         work = [(found.case(name), on) for name in cases for on in chips]
         settled = [_changed_configs(found, each, on, dtype, changes) for each, on in work]
-        try_writing(json=json_file)
+        try_writing(out=out)
     default_device()  # Raises where JAX_PLATFORMS names a device that is not here.
     with arguments(mistakes=(NotSetUp,)):
         for platform in platforms:
@@ -127,12 +130,12 @@ def compile_verb(
     def keep(place: int, report: CompileReport) -> None:
         """Adds a report, and writes all of them, in order: the file is whole after every one."""
         reports[place] = report
-        if json_file is None:
-            return
         named = {"kind": "estimate", "op": op, "dtype": dtype, "mode": mode, **where}
         whole = [{**named, "case": work[n][0].name, **reports[n].to_dict()} for n in sorted(reports)]
-        with writing("json", json_file):
-            write_durably(json_file, json.dumps(whole, indent=1))
+        tell(reports=whole)
+        if out is not None:
+            with writing("out", out):
+                write_durably(out, json.dumps(whole, indent=1))
 
     with (
         Entries(f"compiling {op}", total=len(work)) as entries,
@@ -160,8 +163,8 @@ def compile_verb(
         console().print(
             "Figures of GPU kernels are read from the machine code; nothing was run, and no time is estimated."
         )
-    if json_file is not None:
-        console().print(f"reports: {json_file}")
+    if out is not None:
+        console().print(f"reports: {out}")
     entries.end(refused="not compiled", ok=bool(reports) and all(report.ok for report in reports.values()))
 
 
@@ -202,19 +205,22 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
         fitting = [each for each in configs if direction in ("", each) and field in fields[each]]
         if not fitting:
             known = "; ".join(f"{each}: {', '.join(names)}" for each, names in fields.items()) or "none"
-            raise ValueError(f"--config {name} is not a block size of {op.name}; use one of {known}")
+            hint = did_you_mean(field, [each for names in fields.values() for each in names])
+            raise ValueError(f"--config {name} is not a block size of {op.name}; use one of {known}{hint}")
         for each in fitting:
             applied[each][field] = value
     return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
 
 
 def _show_doctor(platforms: tuple[Platform, ...]) -> None:
+    findings = {platform: doctor(platform) for platform in platforms}
+    tell(findings=findings)
     lacks = False
     for platform in platforms:
         table = new_table(
             f"What this machine has for compiling for {platform.upper()}s", ("what", "", "found", "remedy")
         )
-        for finding in doctor(platform):
+        for finding in findings[platform]:
             sign = "[green]ok[/]" if finding.ok else "[bold red]no[/]" if finding.needed else "[yellow]old[/]"
             table.add_row(finding.what, sign, escape(finding.found), "" if finding.ok else finding.remedy)
             lacks |= not finding.ok and finding.needed

@@ -1,8 +1,6 @@
 """`tilewright doctor`: the device, the driver, jax, which kernels can run here, and what each extra lacks."""
 
 import collections
-import dataclasses
-import json
 import platform
 import re
 import sys
@@ -10,7 +8,6 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import typer
@@ -20,7 +17,8 @@ from rich.markup import escape
 
 from tilewright.aot import doctor as compilers
 from tilewright.aot.toolchain import Finding
-from tilewright.cli.screen import console, new_table, try_writing, writing
+from tilewright.cli.document import prints_json, tell
+from tilewright.cli.screen import console, new_table
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import explain, registered
 from tilewright.core.target import default_device
@@ -33,9 +31,8 @@ _LEAST_DRIVER = Version("580")  # Of CUDA 13, which the extra `gpu` brings.
 _KERNELS = {"pallas_tpu": "TPU", "pallas_gpu": "GPU"}
 
 
-def doctor(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the findings to this file.")] = None,
-) -> None:
+@prints_json
+def doctor() -> None:
     """Report what this machine has and lacks, with the one command that mends each thing.
 
     The device that JAX sees and its driver; jax; which kernels can run here, and why not the others; what each extra of
@@ -43,25 +40,21 @@ def doctor(
     that is too old or too new, or an accelerator that is there and that JAX does not use. An extra that is not installed is
     not an error.
     """
-    try_writing(json=json_file)
     sections = {
-        "This machine": [*_machine(), *_accelerators()],
-        "Kernels, for the first case of each op in bfloat16": list(_kernels()),
-        "Extras": list(_extras()),
-        "Compiling for TPUs that are not attached (docs/compile.md)": compilers("tpu"),
-        "Compiling for GPUs that are not attached": compilers("gpu"),
+        "machine": ("This machine", [*_machine(), *_accelerators()]),
+        "kernels": ("Kernels, for the first case of each op in bfloat16", list(_kernels())),
+        "extras": ("Extras", list(_extras())),
+        "compile_tpu": ("Compiling for TPUs that are not attached (docs/compile.md)", compilers("tpu")),
+        "compile_gpu": ("Compiling for GPUs that are not attached", compilers("gpu")),
     }
-    for title, findings in sections.items():
+    tell(**{name: findings for name, (_, findings) in sections.items()})
+    for title, findings in sections.values():
         table = new_table(title, ("what", "", "found", "remedy"))
         for finding in findings:
             sign = "[green]ok[/]" if finding.ok else "[bold red]no[/]" if finding.needed else "[yellow]no[/]"
             table.add_row(finding.what, sign, escape(finding.found), "" if finding.ok else escape(finding.remedy))
         console().print(table)
-    if json_file is not None:
-        with writing("json", json_file):
-            told = {title: [dataclasses.asdict(each) for each in findings] for title, findings in sections.items()}
-            json_file.write_text(json.dumps(told, indent=2) + "\n")
-    if any(finding.needed and not finding.ok for finding in sections["This machine"]):
+    if any(finding.needed and not finding.ok for finding in sections["machine"][1]):
         raise typer.Exit(1)
 
 

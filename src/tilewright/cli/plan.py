@@ -12,9 +12,11 @@ from rich.markup import escape
 
 from tilewright.aot import GPUS, TPUS, MemoryProbe, NotSetUp
 from tilewright.aot.toolchain import Toolchain
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import (
     Mistake,
     arguments,
+    check_name,
     check_seconds,
     console,
     new_table,
@@ -23,8 +25,9 @@ from tilewright.cli.screen import (
     writing,
 )
 from tilewright.core.chip import GIB, Chip
-from tilewright.models.train_config import REMAT
-from tilewright.parallel.mesh import MeshError
+from tilewright.models.train_config import REMAT, LoraTable
+from tilewright.parallel.mesh import MeshError, products_that_divide
+from tilewright.parallel.pipeline import Pipeline
 from tilewright.plan.compiled import CompiledStep, compile_step, probe_step
 from tilewright.plan.estimate import Estimate, estimate
 from tilewright.plan.place import Place
@@ -40,6 +43,7 @@ _PROBED = 4
 """Of the ways that fit by estimate, how many the compiler is asked about until it agrees."""
 
 
+@prints_json
 def plan(
     model: Annotated[
         str, typer.Argument(help=f"A folder with config.json, that file, or a preset: {', '.join(PRESETS)}.")
@@ -56,6 +60,18 @@ def plan(
     ] = None,
     remat: Annotated[str, typer.Option(help=f"What the backward pass keeps: {', '.join(REMAT)}.")] = "none",
     microbatches: Annotated[int, typer.Option(min=1, help="Parts of a training step, one after the other.")] = 1,
+    stage_microbatches: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Parts of a batch that follow each other through the stages of a pipeline; 0: four "
+            "per stage, or as many as rows can be cut into.",
+        ),
+    ] = 0,
+    interleave: Annotated[int, typer.Option(min=1, help="Groups of layers of each stage of a pipeline.")] = 1,
+    lora: Annotated[
+        str | None, typer.Option(help="Train low-rank factors alone: a rank and projections, 16:q_proj,v_proj.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the computation: bfloat16 or float32.")] = "bfloat16",
     decode: Annotated[bool, typer.Option("--decode", help="A decoding step instead of a training step.")] = False,
     usable: Annotated[
@@ -67,7 +83,7 @@ def plan(
     tries: Annotated[int, typer.Option(min=0, help="Other ways that are traced at most, if it does not fit.")] = 10,
     limit: Annotated[float, typer.Option(help="The time limit of a compile, in seconds.")] = 3600.0,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile even if the result is cached on disk.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write everything to this file.")] = None,
 ) -> None:
     """Plan a training or decoding step of a model on TPUs or GPUs that are not there.
 
@@ -81,20 +97,34 @@ def plan(
     """
     with arguments():
         name, values = read_model(model)
-        if chip not in (*TPUS, *GPUS):
-            raise ValueError(f"--chip {chip} cannot be planned for; use one of {', '.join((*TPUS, *GPUS))}")
-        for value, known, option in ((dtype, DTYPES, "dtype"), (remat, REMAT, "remat"), (how, _HOW, "compile")):
-            if value not in known:
-                raise ValueError(f"--{option} {value} is not known; use one of {', '.join(known)}")
+        check_name(chip, (*TPUS, *GPUS), "--chip")
+        check_name(dtype, DTYPES, "--dtype")
+        check_name(remat, REMAT, "--remat")
+        check_name(how, _HOW, "--compile")
         if decode and (remat != "none" or microbatches > 1):
             raise ValueError("--remat and --microbatches are of a training step; leave them out with --decode")
         check_seconds(limit, "limit")
         if usable is not None and not usable > 0:
             raise ValueError(f"--memory {usable} is not a number of GiB; use such as 31.2")
         place = Place.of(Chip.named(chip), topology, None if usable is None else int(usable * GIB))
-        step = Step(json.dumps(values), batch, seq, _mesh(mesh, place.num_devices), remat, microbatches, dtype, decode)
+        if decode and lora is not None:
+            raise ValueError("--lora is of a training step: merged weights decode as others do; leave it out")
+        step = Step(
+            json.dumps(values),
+            batch,
+            seq,
+            _mesh(mesh, place.num_devices),
+            remat,
+            microbatches,
+            dtype,
+            decode,
+            Pipeline(stage_microbatches, interleave),
+            _lora(lora),
+        )
+        if "pipeline" not in step.sizes and step.pipeline != Pipeline():
+            raise ValueError("--stage-microbatches and --interleave are of a pipeline; give --mesh pipeline=4,data=-1")
         step.check()
-        try_writing(json=json_file)
+        try_writing(out=out)
     if not decode:
         try:
             import optax  # noqa: F401
@@ -103,7 +133,7 @@ def plan(
     if how != "no":
         with _compiler():
             Toolchain.here(place.chip.platform)
-    kept = _Kept(json_file, {"model": name, "chip": chip, "topology": topology, "step": _described(step)})
+    kept = _Kept(out, {"model": name, "chip": chip, "topology": topology, "step": _described(step)})
     title = f"{name} {'decoding' if decode else 'training'} {batch} x {seq} on {place.num_devices} x {chip}"
     with _waiting(f"tracing {step.named()}"):
         first = estimate(step, place)
@@ -117,8 +147,8 @@ def plan(
         agreed = _ask(fitting, how, limit, kept, use_cache=not no_cache)
     elif how != "no" and not fitting:
         console().print("Nothing was compiled: no way fits by estimate.")
-    if json_file is not None:
-        console().print(f"plan: {json_file}")
+    if out is not None:
+        console().print(f"plan: {out}")
     if not fitting or (how != "no" and not agreed):
         raise typer.Exit(1)
 
@@ -127,7 +157,7 @@ _HOW = ("no", "probe", "yes")
 
 
 class _Kept:
-    """What is written to --json, whole after every part."""
+    """What is written to --out, whole after every part, and what --json prints."""
 
     def __init__(self, path: Path | None, head: dict[str, Any]):
         where = {"versions": installed_versions(), "commit": checkout_commit(), "date": now()}
@@ -135,8 +165,9 @@ class _Kept:
 
     def add(self, **part: Any) -> None:
         self._content |= part
+        tell(**self._content)
         if self._path is not None:
-            with writing("json", self._path):
+            with writing("out", self._path):
                 write_durably(self._path, json.dumps(self._content, indent=1))
 
 
@@ -176,7 +207,10 @@ def _mesh(given: str | None, devices: int) -> tuple[tuple[str, int], ...]:
     for size in sizes.values():
         others *= size if size != -1 else 1
     if devices % others:
-        raise MeshError(f"--mesh {given} has {others} devices, which do not divide the {devices} of the topology")
+        raise MeshError(
+            f"--mesh {given} has {others} devices, which do not divide the {devices} of the topology; "
+            f"{products_that_divide(devices, others)}"
+        )
     if open_axes:
         sizes[open_axes[0]] = devices // others
     elif others != devices:
@@ -186,15 +220,30 @@ def _mesh(given: str | None, devices: int) -> tuple[tuple[str, int], ...]:
     return ordered(sizes)
 
 
+def _lora(given: str | None) -> LoraTable | None:
+    """The factors of "16:q_proj,v_proj"."""
+    if given is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d*):(\w+(?:,\w+)*)", given.replace(" ", ""))
+    if found is None:
+        raise ValueError(f"--lora {given} is not a rank and names of projections; write --lora 16:q_proj,v_proj")
+    rank = int(found[1])
+    return LoraTable(rank=rank, alpha=float(rank), targets=tuple(found[2].split(",")))
+
+
 def _described(step: Step) -> dict[str, Any]:
-    return {"batch": step.batch, "tokens": step.tokens, "dtype": step.dtype, "decode": step.decode}
+    described = {"batch": step.batch, "tokens": step.tokens, "dtype": step.dtype, "decode": step.decode}
+    if step.lora is not None:
+        described["lora"] = {"rank": step.lora.rank, "targets": list(step.lora.targets)}
+    return described
 
 
 def _way(step: Step) -> str:
     """The mesh and, of a training step, what else can be changed."""
     if step.decode:
         return step.named()
-    return f"{step.named()}, remat {step.remat}, {step.accumulate} microbatch{'es' * (step.accumulate > 1)}"
+    trained = "" if step.lora is None else f", LoRA of rank {step.lora.rank}"
+    return f"{step.named()}, remat {step.remat}, {step.accumulate} microbatch{'es' * (step.accumulate > 1)}{trained}"
 
 
 def _show(found: Estimate, title: str) -> None:
@@ -241,6 +290,14 @@ def _show_time(found: Estimate) -> None:
     table.add_row(f"floor, bound by {found.bound}", f"{tokens / found.floor_s:,.0f} tokens/s", seconds(found.floor_s))
     table.add_row("with no exchange behind the work", f"{tokens / found.apart_s:,.0f} tokens/s", seconds(found.apart_s))
     console().print(table)
+    if (stages := found.pipeline) is not None:
+        rounds = f" of {stages['interleave']} rounds" if stages["interleave"] > 1 else ""
+        console().print(
+            f"A pass over the {stages['stages']} stages has {stages['steps']} steps for {stages['microbatches']} "
+            f"microbatches{rounds}: a bubble of {stages['bubble']:.1%}, which is part of compute.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _alternatives(first: Estimate, tries: int, kept: _Kept) -> list[Estimate]:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli import interrupt
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import (
     INTERRUPTED,
     Mistake,
@@ -27,6 +28,7 @@ from tilewright.cli.screen import (
 from tilewright.core.case import Work
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import Op, find_op, registered
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.target import default_device
 from tilewright.workbench.bench import Mode, Program
 from tilewright.workbench.check import DTYPES, call, draw_cotangents
@@ -47,6 +49,7 @@ _LONGEST_NAME = 70
 _OF_AN_OP = {"case": None, "implementation": None, "dtype": "bfloat16", "grad": False}
 
 
+@prints_json
 def profile(
     what: Annotated[str, typer.Argument(help="An op's name, the path of a Python script, or `train`.")],
     words: Annotated[
@@ -93,6 +96,7 @@ def profile(
         if not is_op and what != "train" and not script.is_file():
             raise ValueError(
                 f"{what} is neither an op (`tilewright ops` lists them), nor a file, nor train; pass one of them"
+                f"{did_you_mean(what, (*registered(), 'train'))}"
             )
         check_seconds(settle, "settle")
         check_seconds(length, "seconds")
@@ -179,6 +183,8 @@ def _of_training(words: list[str], folder: Path, steps: int) -> tuple[str, Profi
 
 def _show(title: str, made: Profile, top: int, dtype: str | None) -> None:
     chip, out = Chip.of(default_device()), console()
+    shares = {"total_s": made.total_s, "our_share": made.our_share}
+    tell(title=title, device=default_device().device_kind, chip=chip.name, **dataclasses.asdict(made), **shares)
     out.print(_table(title, made, top, chip, dtype))
     for line in _lines(made, chip, dtype):
         out.print(line, highlight=False, soft_wrap=True)

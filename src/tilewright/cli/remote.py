@@ -1,5 +1,6 @@
 """`tilewright remote`: rents machines and manages the jobs on them, one step per command."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.run import (
     AcceleratorOption,
     Environment,
@@ -124,6 +126,7 @@ def exec(
 
 
 @app.command()
+@prints_json
 def status(
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="A job's id. Defaults to the newest jobs.")] = None,
     on: Annotated[str | None, typer.Option(help="List every job there, including those started elsewhere.")] = None,
@@ -140,6 +143,19 @@ def _rows(jobs: list[Job]) -> list[tuple[str, str, Status, str]]:
 
 
 def _show_jobs(rows: list[tuple[str, str, Status, str]]) -> None:
+    tell(
+        jobs=[
+            {
+                "job": id,
+                "on": where,
+                "state": each.state,
+                "exit_code": each.exit_code,
+                "command": words,
+                "note": each.note,
+            }
+            for id, where, each, words in rows
+        ]
+    )
     table = new_table(None, ("job", "on", "state", "exit code", "command", "note"))
     for id, where, each, words in rows:
         code = "" if each.exit_code is None else str(each.exit_code)
@@ -205,9 +221,11 @@ def down(target: Target) -> None:
 
 
 @app.command("list")
+@prints_json
 def list_everything() -> None:
     """List the newest jobs here and on Ray clusters, and the rented machines: their age, price, and cost so far."""
     jobs = [job for job in journal.every() if not job.target.startswith("sky:")][:_SHOWN]
+    tell(jobs=[], clusters=None)
     if jobs:
         _show_jobs(_rows(jobs))
     try:
@@ -216,10 +234,13 @@ def list_everything() -> None:
         none = "" if jobs else "No jobs were started from this machine. "
         console().print(f"{none}Rented machines are not listed: {escape(str(error))}", soft_wrap=True)
         return
+    now = time.time()
+    tell(
+        clusters=[{**dataclasses.asdict(each), "age_s": now - each.launched, "cost": each.cost(now)} for each in found]
+    )
     if not found:
         console().print("Nothing is rented.")
         return
-    now = time.time()
     table = new_table(None, ("cluster", "resources", "state", "age", "price", "cost so far", "torn down"))
     for each in found:
         price = "not known" if each.dollars_per_hour is None else f"${each.dollars_per_hour:.2f} an hour"

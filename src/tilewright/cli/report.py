@@ -22,7 +22,7 @@ def report(
     records: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="JSONL files of bench and tune, JSON files of `compile --json`, or folders of them; defaults to results."
+            help="JSONL files of bench and tune, JSON files of `compile --out`, or folders of them; defaults to results."
         ),
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write to.")] = Path("results/report"),

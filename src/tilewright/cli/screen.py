@@ -4,8 +4,9 @@ import contextlib
 import errno
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -13,8 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tilewright.cli import interrupt
+from tilewright.cli import document, interrupt
 from tilewright.core.dispatch import Unsupported
+from tilewright.core.nearest import did_you_mean
 from tilewright.workbench.figures import one_line
 from tilewright.workbench.records import try_destination
 
@@ -44,6 +46,11 @@ def writing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        for folder in path.parents:
+            if folder.exists() and not folder.is_dir():
+                raise Mistake(
+                    f"--{option} {path} cannot be written: {folder} is no folder; use another path"
+                ) from error
         raise Mistake(
             f"--{option} {path} cannot be written: {error.strerror or error}; use another path, or make room there"
         ) from error
@@ -140,6 +147,11 @@ class Entries:
         The code is 130 after Ctrl-C, 2 after a `Mistake` and where what the caller `named` was refused, and 1 where an
         entry failed or not `ok`.
         """
+        document.tell(
+            failed=self.failed,
+            refused=[{"entries": names, "reason": reason} for reason, names in self.refused.items()],
+            interrupted=isinstance(self._ended, KeyboardInterrupt),
+        )
         for reason, names in self.refused.items():
             console().print(f"[yellow]{refused}:[/] {escape(f'{", ".join(names)}: {reason}')}", soft_wrap=True)
         for name, error in self.failed.items():
@@ -157,8 +169,17 @@ class Entries:
 def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal; in a pipe or a log file, wide enough for the tables."""
     stream = sys.stderr if stderr else sys.stdout
-    # Without this, rich prints "sky:one" as a digit.
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_IN_A_PIPE, emoji=False)
+    kind = _WithoutTables if document.wanted() else Console
+    # Without `emoji`, rich prints "sky:one" as a digit.
+    return kind(stderr=stderr, width=None if stream.isatty() else _WIDTH_IN_A_PIPE, emoji=False)
+
+
+class _WithoutTables(Console):
+    """The console of a verb that was given --json: its document has what its tables would have."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        if not any(isinstance(each, Table) for each in objects):
+            super().print(*objects, **how)
 
 
 def progress_bar() -> Progress:
@@ -186,9 +207,14 @@ def split_names(given: str | None, known: tuple[str, ...], argument: str) -> tup
     if not names:
         raise ValueError(f"--{argument} {given!r} names nothing; use one of {', '.join(known)}, or leave it out")
     for name in names:
-        if name not in known:
-            raise ValueError(f"--{argument} {name} is not known; use one of {', '.join(known)}")
+        check_name(name, known, f"--{argument}")
     return names
+
+
+def check_name(given: str, known: Iterable[str], argument: str) -> None:
+    """Raises where the value of an argument is not one of the known names; the error ends with the nearest of them."""
+    if given not in known:
+        raise ValueError(f"{argument} {given} is not known; use one of {', '.join(known)}{did_you_mean(given, known)}")
 
 
 def new_table(title: str | None, left: tuple[str, ...], right: tuple[str, ...] = ()) -> Table:

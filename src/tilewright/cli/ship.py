@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tilewright.cli import document
 from tilewright.cli.run import AcceleratorOption, Environment, Yes, fetched_into, prepare, submit, watch
 from tilewright.cli.screen import Mistake, arguments, writing
 from tilewright.runners.accelerator import Accelerator
@@ -71,7 +72,10 @@ def runs_elsewhere(
                 asked = check(**given)
             if own["on"] is None:
                 return verb(asked, **given)
-            words = command_line(ctx, leave_out={*_ADDED, *here_only, *([records] if records else [])})
+            if records is None and document.wanted():
+                raise Mistake(f"--json prints what is computed here; leave it or --on {own['on']} out")
+            here = {*_ADDED, *here_only, document.PARAMETER, *([records] if records else [])}
+            words = command_line(ctx, leave_out=here)
             code, made = ship(ctx.info_name or "", words, **own, with_records=records is not None)
             if records is not None and made:
                 with writing("records", given[records]):

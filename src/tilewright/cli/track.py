@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from tilewright.cli.screen import Mistake
+from tilewright.core.nearest import did_you_mean
 
 TRACKERS = ("wandb", "wandb-offline")
 
@@ -10,7 +11,7 @@ TRACKERS = ("wandb", "wandb-offline")
 def check_tracker(track: str | None) -> None:
     """Raises where an option names a tracker that is not known."""
     if track is not None and track not in TRACKERS:
-        raise Mistake(f"--track {track} is not known; use {' or '.join(TRACKERS)}")
+        raise Mistake(f"--track {track} is not known; use {' or '.join(TRACKERS)}{did_you_mean(track, TRACKERS)}")
 
 
 def import_tracker(track: str) -> Any:

@@ -80,18 +80,15 @@ def _advising(config: Path) -> Iterator[None]:
     """A context in which a device that runs out of memory ends the run with 1 and one message: what was largest, and which
     remat policy, microbatches or mesh would fit.
     """
-    told = None
     try:
         yield
+        return
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        told = " ".join(str(error).split())
-    if told is None:
-        return
     from tilewright.models.train_config import TrainConfig
 
-    message = advise_training(TrainConfig.read(config), told)
+    message = advise_training(TrainConfig.read(config))
     console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(1)
 

@@ -1,6 +1,7 @@
 """`tilewright tune`: searches the configs of an op for the fastest one that computes the right values."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -17,7 +18,17 @@ from rich.markup import escape
 from tilewright.aot import TPUS, CompileReport, NotSetUp, compile_each
 from tilewright.aot import compile as compile_for
 from tilewright.aot.toolchain import Toolchain
-from tilewright.cli.screen import Entries, arguments, check_seconds, console, new_table, split_names, try_writing
+from tilewright.cli.document import prints_json, tell
+from tilewright.cli.screen import (
+    Entries,
+    arguments,
+    check_name,
+    check_seconds,
+    console,
+    new_table,
+    split_names,
+    try_writing,
+)
 from tilewright.cli.ship import runs_elsewhere
 from tilewright.core import tuned
 from tilewright.core.chip import Chip
@@ -83,8 +94,8 @@ def _settle(
         ("implementation", implementation, found.implementations),
         ("dtype", dtype, DTYPES),
     ):
-        if value is not None and value not in known:
-            raise ValueError(f"--{name} {value} is not known; use one of {', '.join(known)}")
+        if value is not None:
+            check_name(value, known, f"--{name}")
     return _Asked(
         found,
         split_names(None if case == "all" else case, every, "case") if case is not None else (),
@@ -112,6 +123,7 @@ def _default_cases(op: Op, *, large: bool) -> tuple[str, ...]:
 
 
 def _show_remote(made: list[Record], *, tables: Path | None, records: Path, quiet: bool, **_: Any) -> None:
+    tell(records=[dataclasses.asdict(record) for record in made])
     for line in _keep(made, tables):
         console().print(line, soft_wrap=True)
     console().print(
@@ -132,6 +144,7 @@ def _keep(made: Sequence[Record], tables: Path | None) -> Iterator[str]:
         yield f"{name}: written to {path}" if taken else f"{name}: {path} keeps a newer or measured entry"
 
 
+@prints_json
 @runs_elsewhere(check=_settle, records="records", here_only=("tables",), show=_show_remote)
 def tune(
     asked: _Asked,
@@ -196,6 +209,7 @@ def tune(
                 budget_of_case = Budget(whole.left_s / (len(work) - place))
                 for result in _tune_case(_targets(asked, name, chip_name), budget_of_case, how, estimate=estimate):
                     done.append(result)
+    tell(op=op, tuned=[_told(one) for one in done], every_config=records)
     if done and not quiet:
         _show(op, done)
     if records.exists() and not quiet:
@@ -354,6 +368,26 @@ def _show(op: str, done: list[Tuned]) -> None:
             console().print(
                 f"{one.target.name}: the budget ended before the search did; a longer one goes on from here."
             )
+
+
+def _told(one: Tuned) -> dict[str, Any]:
+    target = one.target
+    return {
+        "case": target.case.name,
+        "dtype": target.dtype,
+        "implementation": target.implementation,
+        "direction": target.direction,
+        "mode": target.mode,
+        "chip": target.chip.name,
+        "config": None if one.chosen is None else one.chosen.to_json(),
+        "kind": None if one.record is None else one.record.kind,
+        "heuristic_s": one.heuristic_s,
+        "seconds": one.seconds,
+        "gain": one.gain,
+        "tried": one.counts,
+        "complete": one.complete,
+        "note": one.note,
+    }
 
 
 def _counts(one: Tuned) -> str:

@@ -1,13 +1,16 @@
 """`tilewright tuned`: shows the tuned configs that dispatch has, how old they are and which are stale; merges tables."""
 
+import dataclasses
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
+from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import Mistake, arguments, console, new_table
 from tilewright.core import tuned as tables_of
 from tilewright.core.call import bucket_text
@@ -24,6 +27,7 @@ from tilewright.workbench.tuning.target import targets
 from tilewright.workbench.tuning.worker import config_of
 
 
+@prints_json
 def tuned(
     op: Annotated[str | None, typer.Argument(help="The op's name; defaults to all.")] = None,
     merge: Annotated[
@@ -56,6 +60,13 @@ def tuned(
         return
     folders = {"given": tables} if tables is not None else _folders()
     rows = [(name, found, where, entry) for name, found in ops.items() for where, entry in _entries(name, folders)]
+    states = [_state(found, entry) for _, found, _, entry in rows]
+    tell(
+        tuned=[
+            {"op": name, "from": where, "state": Text.from_markup(state).plain, **dataclasses.asdict(entry)}
+            for (name, _, where, entry), state in zip(rows, states, strict=True)
+        ]
+    )
     if not rows:
         places = " or ".join(str(folder) for folder in folders.values())
         what = f"of {op} " if op is not None else ""
@@ -64,7 +75,7 @@ def tuned(
     table = new_table(
         "Tuned configs", ("op", "chip", "pass", "bucket", "config", "from", "state"), ("time", "gain", "age")
     )
-    for name, found, where, entry in rows:
+    for (name, _, where, entry), state in zip(rows, states, strict=True):
         fields = " ".join(f"{key}={value}" for key, value in entry.config.items() if key != "config")
         mark = "" if entry.kind == "measured" else " (est.)"
         table.add_row(
@@ -74,7 +85,7 @@ def tuned(
             bucket_text(entry.bucket),
             fields,
             where,
-            _state(found, entry),
+            state,
             f"{seconds(entry.seconds)}{mark}",
             "-" if entry.gain is None else f"{entry.gain:.2f}x",
             _age(entry),
@@ -122,6 +133,7 @@ def _show_missing(chip: Chip, ops: dict[str, Op]) -> None:
     """Lists the passes of the large cases that a chip runs and that have no entry of their own."""
     table = new_table(f"Without a tuned config of their own on {chip.name}", ("op", "case", "pass", "now takes"))
     have = 0
+    lacking: list[dict[str, str]] = []
     for op, case in ((each, case) for each in ops.values() for case in each.cases if not case.small):
         with target(chip):
             decisions = explain(call(op, case, None), **case.structs("bfloat16")).decisions
@@ -132,6 +144,9 @@ def _show_missing(chip: Chip, ops: dict[str, Op]) -> None:
             else:
                 takes = f"tuned {known[0]}" if known else "the heuristic's"
                 table.add_row(op.name, case.name, f"{each.implementation} {each.direction}", takes)
+                which = {"implementation": each.implementation, "direction": each.direction}
+                lacking.append({"op": op.name, "case": case.name, **which, "takes": takes})
+    tell(chip=chip.name, missing=lacking, have=have)
     console().print(table)
     console().print(f"{have} have one, {table.row_count} do not.")
 
@@ -140,6 +155,7 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
     files = sorted(source.glob("*/*.json")) if source.is_dir() else [source]
     if not files:
         raise Mistake(f"--merge {source} has no table; a folder of tables has a folder per chip, with a file per op")
+    merged: list[dict[str, Any]] = []
     for path in files:
         try:
             name, chip, entries, wrong = tables_of.parse_table(path.read_text())
@@ -158,6 +174,9 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
                 valid.append(entry)
         taken = put(into, chip, name, valid)
         where = tables_of.table_path(into, chip, name)
+        counts = {"taken": len(taken), "not_newer": len(valid) - len(taken), "left_out": wrong}
+        merged.append({"op": name, "chip": chip, "table": where, **counts})
+        tell(merged=merged)
         console().print(
             f"{name} on {chip}: {len(taken)} taken, {len(valid) - len(taken)} not newer, in {where}", soft_wrap=True
         )

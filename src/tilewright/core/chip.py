@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tilewright.core.nearest import did_you_mean
+
 Device = Any  # A jax.Device, which type checkers take for a variable.
 MIB = 2**20
 GIB = 2**30
@@ -98,7 +100,9 @@ class Chip:
         """The chip called `name`. An unknown name is an error that lists the known ones."""
         chip = _BY_NAME.get(name.lower())
         if chip is None:
-            raise ValueError(f"chip={name!r} is not known; use one of {', '.join(_BY_NAME)}")
+            raise ValueError(
+                f"chip={name!r} is not known; use one of {', '.join(_BY_NAME)}{did_you_mean(name, _BY_NAME)}"
+            )
         return chip
 
     @staticmethod

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.quantized import LARGEST
 from tilewright.layers.layer import Layer
 from tilewright.models import kimi_linear, qwen3, qwen3_5, qwen3_moe, qwen3_next
@@ -37,20 +38,21 @@ _DTYPES = ("float32", "bfloat16")
 
 def _check_dtype(dtype: Any) -> None:
     if getattr(dtype, "__name__", str(dtype)) not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} must be 'bfloat16' or 'float32'")
+        raise ValueError(f"dtype={dtype!r} must be 'bfloat16' or 'float32'{did_you_mean(dtype, _DTYPES)}")
 
 
 def _check_quantize(quantize: str | None) -> None:
     if quantize is not None and quantize not in LARGEST:
-        raise ValueError(f"quantize={quantize!r} must be one of {', '.join(map(repr, LARGEST))}, or None")
+        hint = did_you_mean(quantize, LARGEST)
+        raise ValueError(f"quantize={quantize!r} must be one of {', '.join(map(repr, LARGEST))}, or None{hint}")
 
 
 def architecture_of(config: Config) -> Architecture:
     """The architecture that a config.json describes."""
     family = _FAMILIES.get(config.model_type)
     if family is None:
-        known = ", ".join(_FAMILIES)
-        raise CheckpointError(f"{config.path}: model_type={config.model_type!r} is not known; known are {known}")
+        known, hint = ", ".join(_FAMILIES), did_you_mean(config.model_type, _FAMILIES)
+        raise CheckpointError(f"{config.path}: model_type={config.model_type!r} is not known; known are {known}{hint}")
     try:
         return family.architecture(config)
     except CheckpointError:

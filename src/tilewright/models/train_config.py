@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewright.core.nearest import did_you_mean
+
 REMAT = ("none", "full", "dots", "ops")
 SCHEDULES = ("constant", "linear", "cosine")
 _DTYPES = ("bfloat16", "float32")
@@ -216,7 +218,8 @@ class TrainConfig:
         """The configuration of the values of a TOML file."""
         path = Path(path)
         if unknown := [name for name in values if name not in _TABLES]:
-            raise TrainConfigError(f"{path}: [{unknown[0]}] is not known; the tables are {', '.join(_TABLES)}")
+            hint = did_you_mean(unknown[0], _TABLES)
+            raise TrainConfigError(f"{path}: [{unknown[0]}] is not known; the tables are {', '.join(_TABLES)}{hint}")
         tables = {}
         for name, kind in _TABLES.items():
             given = values.get(name)
@@ -270,7 +273,7 @@ def _read_table(kind: Any, given: dict[str, Any], folder: Path) -> Any:
     read = {}
     for key, value in given.items():
         if key not in fields:
-            raise TrainConfigError(f"has no key {key!r}; its keys are {', '.join(fields)}")
+            raise TrainConfigError(f"has no key {key!r}; its keys are {', '.join(fields)}{did_you_mean(key, fields)}")
         hint = hints[key]
         wanted = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint  # Of `int | None`, int.
         read[key] = _typed(key, value, wanted, folder)
@@ -320,4 +323,5 @@ def _not_negative(table: Any, *names: str) -> None:
 
 def _one_of(table: Any, name: str, known: tuple[str, ...]) -> None:
     if getattr(table, name) not in known:
-        raise TrainConfigError(f"{name}={getattr(table, name)!r} is not known; use {', '.join(known)}")
+        hint = did_you_mean(getattr(table, name), known)
+        raise TrainConfigError(f"{name}={getattr(table, name)!r} is not known; use {', '.join(known)}{hint}")

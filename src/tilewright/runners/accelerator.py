@@ -1,10 +1,10 @@
 """Accelerators by the names they are rented under: tpu-v6e-8, H200:1. The chips are those of `core/chip.py`."""
 
-import difflib
 import re
 from dataclasses import dataclass
 
 from tilewright.core.chip import RENTED, Chip
+from tilewright.core.nearest import did_you_mean
 
 _TPUS = {chip.accelerator: chip for chip in RENTED if chip.platform == "tpu"}
 _GPUS = {chip.accelerator: chip for chip in RENTED if chip.platform == "gpu"}
@@ -66,8 +66,7 @@ class Accelerator:
 
 def _remedy(name: str) -> str:
     names = [*(f"tpu-{kind}-8" for kind in _TPUS), *(f"{kind}:1" for kind in _GPUS)]
-    close = difflib.get_close_matches(name.lower(), [each.lower() for each in names], n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {next(each for each in names if each.lower() == close[0])}?"
+    if hint := did_you_mean(name, names):
+        return hint.removeprefix("; ")
     tpus, gpus = ", ".join(f"tpu-{kind}-N" for kind in _TPUS), ", ".join(map(str, _GPUS))
     return f"use a TPU ({tpus}) or a GPU ({gpus}, with :COUNT), or name it in a --template"

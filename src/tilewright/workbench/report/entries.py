@@ -172,7 +172,7 @@ def chip_peaks(chip: str, dtype: str) -> tuple[float, float] | None:
 
 
 def read_files(paths: Iterable[Path]) -> Found:
-    """Reads JSONL files of records and JSON files of `tilewright compile --json`, and those in folders."""
+    """Reads JSONL files of records and JSON files of `compile --out` and of `--json`, and those in folders."""
     found = Found()
     for path in paths:
         inside = (
@@ -207,7 +207,9 @@ def _objects(path: Path, unread: list[str]) -> Iterator[tuple[str, Any]]:
         except ValueError as error:
             unread.append(f"{path}: {error}")
             return
-        for number, each in enumerate(data if isinstance(data, list) else [data], 1):
+        if isinstance(data, dict):  # The document of a verb's --json has a list of them.
+            data = data.get("records", data.get("reports", [data]))
+        for number, each in enumerate(data, 1):
             yield f"{path}: {number}", each
         return
     for number, line in enumerate(text.splitlines(), 1):
@@ -348,7 +350,7 @@ def _trial(record: Record) -> Trial:
 
 
 def _compiled(data: Mapping[str, Any], source: str) -> Entry:
-    """A report of `tilewright compile --json`."""
+    """A report of `tilewright compile --out`."""
     floor = _number((data["estimate"] or {}).get("floor_us"))
     chip = Chip.named(data["chip"])
     work = _work(data["op"], data["case"], data["dtype"], data["mode"])

@@ -178,8 +178,16 @@ def test_latent_attention() -> None:
         name: jax.device_put(getattr(w, name), NamedSharding(mesh, spec_of(parameter.axes, parameter.shape, mesh)))
         for name, parameter in layer.parameters().items()
     }
+    step = jax.jit(layer.apply, donate_argnums=2)
+    one, _ = step(w, x[:, :1], layer.initial_state(2, capacity=4))
     with jax.set_mesh(mesh):
-        got = run(dataclasses.replace(w, **cut), jax.device_put(x, NamedSharding(mesh, P("fsdp"))))
+        placed_w, placed_x = dataclasses.replace(w, **cut), jax.device_put(x, NamedSharding(mesh, P("fsdp")))
+        got = run(placed_w, placed_x)
+        state = layer.initial_state(2, capacity=4, like=(placed_w, placed_x[:, :1]))
+        y, after = step(placed_w, placed_x[:, :1], state)
+    assert state.latents.is_deleted()
+    assert y.sharding.spec == after.latents.sharding.spec == P("fsdp", None, None)
+    assert_close(y, one)
     assert_close(got, run(w, x))
     assert got[0].q_proj.sharding.spec == P("fsdp", "tensor")
 

@@ -21,6 +21,7 @@ pytest.importorskip("orbax.checkpoint")
 from tests.models.test_training import GOLDEN, assert_close, config_of, gradients, some_batch
 from tests.ops.composition import collectives
 from tilewright import models
+from tilewright.models import generation
 from tilewright.models.training import Training
 from tilewright.parallel import MeshError, Pipeline, make_mesh, validate_sharding
 from tilewright.parallel.rules import batch_spec
@@ -63,12 +64,13 @@ class Case:
 
 # Each axis alone and together, over the five families. FSDP gathers each of the 6 weights of a layer that have a model
 # axis, once forward and once backward (the layers are a loop), and the embedding for the lookup and as the head. With data
-# or tensor alone there are sums only.
+# or tensor alone there are sums only. Two of eight experts on four devices: rows are sent to those that need them, and what
+# is gathered are choices and logits, for the losses of the router.
 CASES = {
     "data": Case("qwen3", {"data": 4}, found={}),
     "fsdp": Case("qwen3", {"fsdp": 4}, found={"all-gather": 14}),
     "tensor": Case("qwen3", {"tensor": 2}, found={}),
-    "expert": Case("qwen3_moe", {"expert": 4}, (FULL,)),
+    "expert": Case("qwen3_moe", {"expert": 4}, (FULL,), found={"all-gather": 3, "all-to-all": 6}),
     "context": Case("kimi_linear", {"context": 4}, (FULL,)),
     "pipeline": Case("qwen3_5_text", {"pipeline": 2}, (LINEAR, FULL) * 4, pipeline=Pipeline(interleave=2)),
     "fsdp x expert": Case("qwen3_moe", {"fsdp": 2, "expert": 2}, (FULL,)),
@@ -128,6 +130,21 @@ def test_generation_token_for_token(family: str, layers: tuple[str, ...], mesh: 
 
 
 @pytest.mark.slow
+def test_rows_over_data_are_decoded_token_for_token() -> None:
+    model = model_of("qwen3", (FULL,))
+    placed = model.shard(make_mesh(data=2, tensor=2))
+    prompts = [[1, 2], [6, 7], [8], [5]]
+    drawn = [each.generate(prompts, 4, temperature=0.8, top_k=9) for each in (placed, model)]
+    for one, other in zip(*drawn, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with placed.on_mesh():
+        logits, states = generation._read_prompts(placed, [np.asarray(each) for each in prompts], 8)
+    assert jax.typeof(logits).sharding.spec[0] == "data"
+    assert {jax.typeof(leaf).sharding.spec[1] for leaf in jax.tree.leaves(states)} == {"data"}  # Repeats, then rows.
+    assert generation.rows_over(placed, 3) == ()  # Rows that it does not divide stay whole.
+
+
+@pytest.mark.slow
 def test_training_over_layers_and_tokens_goes_on_without_a_mesh(tmp_path: Path) -> None:
     def losses(folder: str, steps: int, **tables: Any) -> list[float]:
         config = config_of(tmp_path, train={"steps": steps}, optimizer={"schedule": "constant"}, **tables)
@@ -149,7 +166,7 @@ def test_training_over_layers_and_tokens_goes_on_without_a_mesh(tmp_path: Path) 
         ),
         (
             {"data": {"seq_len": 18}, "mesh": {"context": 4}},
-            r"^seq_len=18 tokens cannot be cut into 4 parts, context=4; use seq_len=20$",
+            r"^seq_len=18 tokens: context=4 does not divide it, and the nearest that works is context=3; or use seq_len=20",
         ),
         (
             {"mesh": {"pipeline": 2, "tensor": 1, "data": 2}, "pipeline": {"microbatches": 4}},

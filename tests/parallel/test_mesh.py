@@ -36,7 +36,11 @@ def test_a_mesh_has_the_axes_that_are_used() -> None:
     [
         ({"tensor": 0}, r"^tensor=0 must be a positive integer, or -1 for the devices that are left$"),
         ({"data": -1, "fsdp": -1}, r"^data and fsdp are -1; only one axis can take the devices that are left$"),
-        ({"data": -1, "tensor": 3}, r"^data=-1: the other axes have 3 devices, which do not divide 4$"),
+        (
+            {"data": -1, "tensor": 3},
+            r"^data=-1: the other axes have 3 devices, which do not divide 4; their product must be one of 1, 2, 4, and "
+            r"the nearest is 2$",
+        ),
         (
             {"data": 2, "tensor": 4},
             r"^a mesh of data=2 x tensor=4 has 8 devices, and there are 4; use a smaller mesh, or set JAX_NUM_CPU_DEVICES=",

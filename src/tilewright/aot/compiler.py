@@ -62,7 +62,9 @@ _NEEDED = re.compile(r"total memory required for HLO temporaries \(([\d.]+)([KMG
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Part of the cache key: increase it when the contents of a cached result change.
 _KEPT = 6
-_COLLECTIVE = re.compile(r"[ )](all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    r"[ )](all-gather|all-reduce|(?:ragged-)?all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 
 
 @dataclass(frozen=True)

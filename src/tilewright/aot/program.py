@@ -22,8 +22,8 @@ from tilewright.core.target import target
 UNNAMED = "kernel"
 """The name of a kernel whose `pallas_call` has no name."""
 
-# jax 0.11 does not promise that serialized Mosaic GPU kernels stay valid. They are compiled at once here.
-_MOSAIC_GPU = (jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)
+# jax does not promise that these stay valid when they are serialized. They are compiled at once here.
+_UNCHECKED = tuple(jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu_v2", "ragged_all_to_all"))
 
 # For grids with more steps than this, the fetched blocks are not counted.
 _MOST_STEPS = 1_000_000
@@ -75,7 +75,7 @@ def lower(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     def export() -> Any:
         if platform == "tpu":
             calls[:] = _equations(jitted.trace(*args, **kwargs).jaxpr.jaxpr, "pallas_call")
-        return jax.export.export(jitted, platforms=[platform], disabled_checks=_MOSAIC_GPU)(*args, **kwargs)
+        return jax.export.export(jitted, platforms=[platform], disabled_checks=_UNCHECKED)(*args, **kwargs)
 
     try:
         with target(chip):

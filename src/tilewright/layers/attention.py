@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from tilewright.core.axes import Size
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import explicit_axes, placed, run_on_parts
@@ -292,7 +293,7 @@ def attend_over(
     return run_on_parts(attend, (q, k, v, segment_ids), P(*axes))
 
 
-def cache_positions(length: Any, t: int) -> Int[Array, "*rows T"]:
+def cache_positions(length: Any, t: Size) -> Int[Array, "*rows T"]:
     """The positions of t tokens behind `length` others: [T], or [B, T] where rows have lengths of their own."""
     steps = jnp.arange(t, dtype=jnp.int32)
     return length[:, None] + steps[None] if jnp.ndim(length) == 1 else length + steps

@@ -93,7 +93,8 @@ def project(
 
 def _is_decoded(x: jax.Array, w: jax.Array) -> bool:
     """Whether x has the few rows of decoding, and w the sizes that a GPU's kernel reads as they are."""
-    few = math.prod(x.shape[:-1]) <= _FEW_ROWS and x.dtype == jnp.bfloat16
+    rows = math.prod(x.shape[:-1])
+    few = isinstance(rows, int) and rows <= _FEW_ROWS and x.dtype == jnp.bfloat16  # Symbolic sizes may be any.
     return few and not any(size % _WHOLE for size in w.shape) and current_chip((x, w)).platform == "gpu"
 
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
-from tilewright.layers.attention import attend_over, cache_positions, held, written
-from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, project, split_heads
+from tilewright.layers.attention import StackedCache, attend_over, cache_positions, held, written
+from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.norm.api import rms_norm
@@ -92,10 +92,12 @@ class LatentAttention(Layer[LatentAttentionWeights]):
             "o_proj": linear("o_proj", h * self.value_dim, d, axes=("heads", "embed")),
         }
 
-    def initial_state(self, batch: int, *, capacity: int, dtype: Any = jnp.float32) -> LatentState:
-        """A cache with room for `capacity` tokens."""
+    def initial_state(
+        self, batch: int, *, capacity: int, dtype: Any = jnp.float32, like: tuple[Any, Any] | None = None
+    ) -> LatentState:
+        """A cache with room for `capacity` tokens; `like` shards it, as in `Attention.initial_state`."""
         shape = (batch, capacity, self.latent_dim + self.shared_key_dim)
-        return LatentState(jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+        return placed_state(LatentState(jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32)), self.apply, like)
 
     def apply(
         self,
@@ -150,7 +152,10 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         if state.length is None:
             raise ValueError("this state is a grown one, which a call without a state returned; use initial_state(...)")
         b, t = q.shape[:2]
-        cache, length = written(state.latents, latents, state.length), state.length + t
+        # On Explicit mesh axes, which JAX does not join, the cache is where the new latents are.
+        stacked = isinstance(state.latents, StackedCache)
+        before = state.latents if stacked else placed(state.latents, explicit_axes(latents))
+        cache, length = written(before, latents, state.length), state.length + t
         after = LatentState(cache, length)
         cache = held(cache).astype(q.dtype)
         capacity = cache.shape[1]
@@ -171,6 +176,9 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         r, c = self.latent_dim, self.key_dim
         kv_up = weights.kv_up
         kv_up = dequantize(kv_up, q.dtype) if isinstance(kv_up, QuantizedArray) else kv_up.astype(q.dtype)
+        kv_up = placed(
+            kv_up, [(), explicit_axes(q)[2]]
+        )  # Gathered where it is sharded over the axis of the batch (FSDP).
         up = kv_up.reshape(r, self.num_heads, c + self.value_dim)
         precision = None if q.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
         own = jnp.einsum("bthc,rhc->bthr", q[..., :c], up[..., :c], precision=precision)

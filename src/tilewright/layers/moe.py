@@ -6,13 +6,15 @@ It is dropless: every token reaches all of its experts. The pairs of token and e
 On a mesh of Explicit axes each device sorts its own tokens (B and T may be sharded), and has all experts, or the part
 that the weights' shardings say: F sharded (tensor parallelism) or E (expert parallelism). Over an axis that the tokens are
 not sharded over, the results of the parts are summed. Over one that they are sharded over, E stays sharded too, and the
-tokens are exchanged: every device gets the rows of all devices of that axis, computes the pairs of its own experts, and the
-results are summed where each row came from. That is an all-to-all that sends a row once to each device, padded to the
-worst case that every device needs every row: it drops nothing, and its sizes are known when the program is compiled. With N
-rows per device, k experts per token and n devices, a device sends (n - 1) N D numbers there and as many float32 back; an
-all-to-all without padding would send N k (n - 1) / n rows, which is less where k < n. Weights that are sharded otherwise
-(FSDP) are gathered. Under Auto axes the compiler sorts all tokens of
-the mesh together, which is right and slow: use Explicit axes or `jax.shard_map` there.
+tokens are exchanged, in one of two ways that both drop nothing. With n devices and k experts per token:
+
+- k < n: each row is sent once to each device that has one of its experts, which computes these experts and sends their
+  weighted sum back (`core/row_exchange.py`). How many rows go where is exchanged first.
+- k >= n: nearly every device needs every row. Every device gets the rows of all devices (an all-gather), computes the pairs
+  of its own experts, and the results are summed where each row came from (a reduce-scatter).
+
+docs/parallel.md counts the bytes of both. Weights that are sharded otherwise (FSDP) are gathered. Under Auto axes the
+compiler sorts all tokens of the mesh together, which is right and slow: use Explicit axes or `jax.shard_map` there.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,6 +31,7 @@ from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, quantize
+from tilewright.core.row_exchange import exchange_sizes, return_rows, send_rows
 from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear
 from tilewright.ops.grouped_matmul.api import grouped_matmul
 from tilewright.ops.matmul.api import matmul
@@ -298,7 +301,7 @@ class MoE(Layer[MoEWeights]):
             groups=self.groups,
         )
         held, by = weights.gate_up.shape[0], (*over.experts, *over.exchanged)
-        every_row, every_weight, every_choice = (_exchanged(x, over.exchanged) for x in (rows, chosen, experts))
+        every_row, every_weight, every_choice, returned = _exchanged(rows, chosen, experts, held, over)
         mine = every_choice - jax.lax.axis_index(by) * held if by else every_choice
         sorting = moe_sort(mine, held)
         sizes = sorting.group_sizes
@@ -310,7 +313,7 @@ class MoE(Layer[MoEWeights]):
             implementation=implementation,
         )
         out = grouped_matmul(h, _cast(weights.down, x.dtype), sizes, implementation=implementation)  # [N k, D]
-        y = _summed(_returned(moe_combine(out, every_weight, sorting), over.exchanged), (*over.experts, *over.hidden))
+        y = _summed(returned(moe_combine(out, every_weight, sorting)), (*over.experts, *over.hidden))
         if self.shared_dim:
             y = y + _summed(self._shared(weights, rows), over.shared)
         routing = Routing(*(value.reshape(b, t, value.shape[1]) for value in (logits, chosen, experts)))
@@ -352,17 +355,52 @@ def _summed(y: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(y.astype(accumulator(y.dtype)), axes).astype(y.dtype) if axes else y
 
 
-def _exchanged(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The rows of all devices of these mesh axes."""
-    return jax.lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+def _exchanged(
+    rows: jax.Array, weights: jax.Array, experts: jax.Array, held: int, over: _MeshAxes
+) -> tuple[jax.Array, jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
+    """The rows [R, D] that this device works on, their weights and experts [R, k]; and the way back.
+
+    The way back takes the sums of this device's experts [R, D], and returns for each of its own rows the sum over all
+    devices of the exchange [N, D]. An expert of -1 is none.
+    """
+    axes = over.exchanged
+    count = jax.lax.axis_size(axes) if axes else 1
+    if count == 1:
+        return rows, weights, experts, lambda y: y
+    if experts.shape[1] < count:
+        return _sent(rows, weights, experts, held, over, count)
+
+    def gathered(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, axes, axis=0, tiled=True)
+
+    def returned(y: jax.Array) -> jax.Array:
+        wide = y.astype(accumulator(y.dtype))
+        return jax.lax.psum_scatter(wide, axes, scatter_dimension=0, tiled=True).astype(y.dtype)
+
+    return gathered(rows), gathered(weights), gathered(experts), returned
 
 
-def _returned(y: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sums of every device's results for the rows that are this one's: the way back from `_exchanged`."""
-    if not axes:
-        return y
-    wide = y.astype(accumulator(y.dtype))
-    return jax.lax.psum_scatter(wide, axes, scatter_dimension=0, tiled=True).astype(y.dtype)
+def _sent(
+    rows: jax.Array, weights: jax.Array, experts: jax.Array, held: int, over: _MeshAxes, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
+    """`_exchanged`, where each row is sent once to each of the `count` devices that have one of its experts."""
+    n, k = experts.shape
+    owner = experts // held  # [N, k]
+    if over.experts:  # The devices of this exchange have these experts of all.
+        owner = jnp.where(owner // count == jax.lax.axis_index(over.experts), owner % count, count)
+    earlier = jnp.tril(jnp.ones((k, k), bool), -1)
+    repeated = jnp.any((owner[:, :, None] == owner[:, None, :]) & earlier[None], axis=2)  # [N, k], of the same device
+    sorting = moe_sort(jnp.where(repeated, count, owner), count)
+    exchange = exchange_sizes(sorting.group_sizes, over.exchanged, total=n * k, most=n)
+    # Experts travel with their weights as float32, which is exact below 2^24. What nobody sends is 0: no expert.
+    beside = jnp.concatenate([weights, (experts + 1).astype(weights.dtype)], axis=1)  # [N, 2 k]
+    every_row, beside = (send_rows(moe_dispatch(x, sorting), exchange) for x in (rows, beside))
+
+    def returned(y: jax.Array) -> jax.Array:
+        sums = return_rows(y, exchange)  # [N k, D], zeros for what was not sent
+        return moe_combine(sums, jnp.ones((n, k), weights.dtype), sorting)
+
+    return every_row, beside[:, :k], beside[:, k:].astype(experts.dtype) - 1, returned
 
 
 def _mesh_axes(weights: MoEWeights, tokens: list[tuple[str, ...]]) -> _MeshAxes:

@@ -283,8 +283,9 @@ def _with_room(state: Any, capacity: int) -> Any:
     """A layer's state after its first tokens, as one with room for `capacity` tokens and a length per row."""
     if not hasattr(state, "with_capacity"):
         return state  # A delta rule's, which does not grow.
-    batch, t = getattr(state, state.caches[0]).shape[:2]
-    return dataclasses.replace(state.with_capacity(room(capacity)), length=jnp.full((batch,), t, jnp.int32))
+    cache = getattr(state, state.caches[0])
+    length = placed(jnp.full((cache.shape[0],), cache.shape[1], jnp.int32), explicit_axes(cache)[:1])
+    return dataclasses.replace(state.with_capacity(room(capacity)), length=length)
 
 
 def embedded(embedding: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from tilewright.core.arguments import shown
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.models import checkpoint
 from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, initial_states, logits_of, room
 
+DATA = "data"
 FIRST_PIECE = 8192
 PIECE = 512
 
@@ -44,10 +47,10 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1], or None")
 
     def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-        """A token per row of logits [B, V], each drawn with its own key."""
+        """A token per row of logits [B, V], each drawn with its own key. Where V is cut over a mesh axis it is gathered."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = logits / self.temperature
+        logits = placed(logits, [explicit_axes(logits)[0], ()]) / self.temperature
         ordered = jnp.sort(logits, axis=-1)[:, ::-1]  # [B, V], falling
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = ordered[:, self.top_k - 1, None]
@@ -122,10 +125,12 @@ def continued(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Up to `steps` tokens per row [B, steps], how many of them each row has, and the states.
 
-    `start` are logits [B, V] and the keys of the rows. The states are those before the last of the tokens.
+    `start` are logits [B, V] and the keys of the rows. The states are those before the last of the tokens. On a mesh that
+    the rows are cut over, each device decodes its own rows, and every device gets all tokens.
     """
     logits, keys = start
-    batch = logits.shape[0]
+    batch, over = logits.shape[0], explicit_axes(logits)[0]
+    keys = placed(keys, [over])
     stops = jnp.asarray(stop_tokens, jnp.int32)
 
     def take(step: Any, rows: Any, logits: Any) -> Any:
@@ -147,11 +152,11 @@ def continued(
         logits, states = next_logits(architecture, weights, chosen[:, None], states)
         return step + 1, rows, logits, states
 
-    zeros = jnp.zeros((batch,), jnp.int32)
-    rows = zeros > 0, zeros, jnp.zeros((batch, steps), jnp.int32)
+    zeros = placed(jnp.zeros((batch,), jnp.int32), [over])
+    rows = zeros > 0, zeros, placed(jnp.zeros((batch, steps), jnp.int32), [over, ()])
     step, rows, logits, states = jax.lax.while_loop(going, body, (jnp.int32(0), rows, logits, states))
     (_, counts, tokens), _ = take(step, rows, logits)
-    return tokens, counts, states
+    return placed(tokens, [(), ()]), placed(counts, [()]), states
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("logits", "states"), meta_fields=("ids",))
@@ -355,9 +360,29 @@ def checked_ids(input_ids: Any, vocab_size: int) -> jax.Array:
 
 def _read_prompts(model: Any, prompts: Sequence[np.ndarray], capacity: int) -> tuple[jax.Array, Any]:
     """Logits [B, V] and states of prompts: together where they are equally long, and otherwise one by one."""
+    over = rows_over(model, len(prompts))
     if len({row.size for row in prompts}) == 1:
-        return read_prompt(model, jnp.asarray(np.stack(prompts), jnp.int32), capacity)
+        return read_prompt(model, placed(jnp.asarray(np.stack(prompts), jnp.int32), [over, ()]), capacity)
     each = [read_prompt(model, jnp.asarray(row[None], jnp.int32), capacity) for row in prompts]
     logits = jnp.concatenate([logits for logits, _ in each])
     # The axes of a state are repeats of the layer, then rows.
-    return logits, jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *(states for _, states in each))
+    states = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *(states for _, states in each))
+    logits, states = _with_rows(logits, over, 0), jax.tree.map(lambda leaf: _with_rows(leaf, over, 1), states)
+    return logits, states
+
+
+def rows_over(model: Any, rows: int) -> tuple[str, ...]:
+    """The mesh axes that so many rows are cut over when they are decoded: "data", where it divides them.
+
+    Rows are not cut over "fsdp" and "expert": every token would gather all weights there.
+    """
+    mesh = jax.typeof(model.weights.embedding).sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    is_cut = kinds.get(DATA) == AxisType.Explicit and mesh.shape[DATA] > 1 and rows % mesh.shape[DATA] == 0
+    return (DATA,) if is_cut else ()
+
+
+def _with_rows(x: jax.Array, over: tuple[str, ...], axis: int) -> jax.Array:
+    """An array with its rows, which are along `axis`, cut over mesh axes."""
+    axes = explicit_axes(x)
+    return placed(x, [*axes[:axis], over, *axes[axis + 1 :]])

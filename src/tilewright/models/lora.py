@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.layer import Layer
 from tilewright.layers.mlp import MLP
@@ -54,6 +55,7 @@ def init(architecture: Architecture, lora: LoraTable, key: PRNGKeyArray) -> Any:
     if unknown := [name for name in lora.targets if name not in known]:
         raise TrainConfigError(
             f"[lora] targets has {unknown[0]!r}, and this model has the projections {', '.join(sorted(known))}"
+            f"{did_you_mean(unknown[0], known)}"
         )
     return tuple(runs)
 

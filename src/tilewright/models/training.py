@@ -48,7 +48,7 @@ from tilewright.ops.moe.api import moe_load_balance_loss, moe_z_loss
 from tilewright.parallel.mesh import MeshError, make_mesh
 from tilewright.parallel.pipeline import PIPELINE, Pipeline
 from tilewright.parallel.processes import is_first, wait_for_all
-from tilewright.parallel.rules import BATCH_AXES, batch_spec, validate_sharding
+from tilewright.parallel.rules import BATCH_AXES, batch_spec, not_divided, validate_sharding
 
 # What "ops" keeps: the outputs and statistics of the ops that are more than a pass over memory.
 _KEPT_OPS = ("flash_attention", "delta_rule", "gated_delta_rule", "kda", "matmul", "grouped_matmul")
@@ -614,7 +614,7 @@ def check_rows(config: TrainConfig, mesh: Any) -> None:
     table, seq_len, context = config.train, config.data.seq_len, mesh.shape.get("context", 1)
     if seq_len % context:
         raise MeshError(
-            f"seq_len={seq_len} tokens cannot be cut into {context} parts, context={context}; use "
+            f"seq_len={seq_len} tokens: {not_divided('context', context, seq_len)}; or use "
             f"seq_len={-(-seq_len // context) * context}"
         )
     parts = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)

@@ -70,6 +70,13 @@ def auto_axes(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
+def products_that_divide(devices: int, wanted: int) -> str:
+    """The part of an error about axes of `wanted` devices that do not divide `devices`: what their product may be."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    nearest = min(divisors, key=lambda n: (abs(n - wanted), n))
+    return f"their product must be one of {', '.join(map(str, divisors))}, and the nearest is {nearest}"
+
+
 def _filled(sizes: dict[str, int], devices: int) -> dict[str, int]:
     """The sizes with -1 replaced by what the others leave."""
     open_axes = [name for name, size in sizes.items() if size == -1]
@@ -79,5 +86,8 @@ def _filled(sizes: dict[str, int], devices: int) -> dict[str, int]:
         raise MeshError(f"{' and '.join(open_axes)} are -1; only one axis can take the devices that are left")
     others = math.prod(size for size in sizes.values() if size != -1)
     if devices % others:
-        raise MeshError(f"{open_axes[0]}=-1: the other axes have {others} devices, which do not divide {devices}")
+        raise MeshError(
+            f"{open_axes[0]}=-1: the other axes have {others} devices, which do not divide {devices}; "
+            f"{products_that_divide(devices, others)}"
+        )
     return sizes | {open_axes[0]: devices // others}

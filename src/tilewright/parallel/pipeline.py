@@ -127,6 +127,7 @@ def _on_device(
     index = jax.lax.axis_index(PIPELINE)
     weights = jax.tree.map(lambda leaf: _dealt(leaf, stages, rounds), weights)  # [R, layers of a group, ...]
     x, beside = jax.tree.map(lambda leaf: _microbatches(leaf, stages, count), (x, beside))  # [M, rows, ...]
+    only = jax.tree.map(lambda leaf: leaf[0], weights) if rounds == 1 else None
     to_next = [(source, (source + 1) % stages) for source in range(stages)]
 
     def kept(held: jax.Array, arrived: jax.Array, step: Any) -> jax.Array:
@@ -140,7 +141,8 @@ def _on_device(
         held = kept(held, arrived, step)
         pair = step - index  # Below 0 and from R M on, this device works on what nobody reads.
         first = jax.lax.dynamic_index_in_dim(held, step % count, 0, keepdims=False)
-        own = _item(weights, jnp.clip(pair // count, 0, rounds - 1))
+        # With one round they are the same in each step. A slice by an index of the loop is kept for each backward step.
+        own = only if rounds == 1 else _item(weights, jnp.clip(pair // count, 0, rounds - 1))
         y, more = stage(own, jnp.where(index == 0, first, arrived), _item(beside, pair % count))
         return (held, jax.lax.ppermute(y, PIPELINE, to_next)), more
 
@@ -156,8 +158,17 @@ def _item(tree: Any, at: Any) -> Any:
 
 
 def _exchanged(x: jax.Array) -> jax.Array:
-    """[S, ...], an item for each device, as an item from each device."""
-    return jax.lax.all_to_all(x, PIPELINE, 0, 0, tiled=True)
+    """[S, ...], an item for each device, as an item from each device: an all-to-all.
+
+    It is made of S - 1 hops, which send what an `all_to_all` sends. XLA would gather what that is given over the other mesh
+    axes that cut it.
+    """
+    stages, index, found = x.shape[0], jax.lax.axis_index(PIPELINE), x
+    for hop in range(1, stages):
+        item = jax.lax.dynamic_index_in_dim(x, (index + hop) % stages, 0, keepdims=False)
+        item = jax.lax.ppermute(item, PIPELINE, [(source, (source + hop) % stages) for source in range(stages)])
+        found = jax.lax.dynamic_update_index_in_dim(found, item, (index - hop) % stages, 0)
+    return found
 
 
 def _split(x: jax.Array, axis: int, inner: int) -> jax.Array:

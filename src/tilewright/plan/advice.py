@@ -9,10 +9,11 @@ import jax
 from tilewright.core.chip import Chip
 from tilewright.core.target import default_device
 from tilewright.models.config import Config
+from tilewright.parallel.pipeline import Pipeline
 from tilewright.plan.estimate import Estimate, estimate
 from tilewright.plan.place import Place
 from tilewright.plan.search import search
-from tilewright.plan.step import AXES, Step, ordered
+from tilewright.plan.step import Step, ordered
 from tilewright.workbench.figures import memory, seconds
 
 _LESS = 0.8
@@ -48,11 +49,8 @@ def advise(step: Step, *, tries: int = 4, same_mesh: bool = False) -> str:
     return f"{message}. No other remat policy, microbatches or mesh of these devices fits; use {fewer}, or more devices"
 
 
-def advise_training(config: Any, error: str) -> str:
-    """One message about the step of a `TrainConfig` that ran out of memory with `error`."""
-    beside = {} if config.mesh is None else {axis: n for axis, n in vars(config.mesh).items() if axis not in AXES}
-    if config.lora is not None or any(size != 1 for size in beside.values()):  # These are not planned.
-        return f"out of memory: {error[:300]}; use a smaller batch_size with more accumulate, or remat in [train]"
+def advise_training(config: Any) -> str:
+    """One message about the step of a `TrainConfig` that ran out of memory."""
     return advise(_training_step(config))
 
 
@@ -70,6 +68,8 @@ def _training_step(config: Any) -> Step:
         train.remat,
         train.accumulate,
         train.dtype,
+        pipeline=Pipeline(**vars(config.pipeline)),
+        lora=config.lora,
     )
 
 

@@ -16,7 +16,7 @@ from tilewright.plan.program import sent
 from tilewright.plan.step import Step
 from tilewright.workbench.hlo_work import computations
 
-_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)")
 _ARRAY = re.compile(r"\b([a-z]+(\d*)\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -110,10 +110,12 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[CompiledCollect
         kind = next((kind for kind in _KINDS if each.opcode in (kind, f"{kind}-start")), None)
         if kind is None:
             continue
-        operands = sum(beside[name].bytes for name in each.operands if name in beside)
-        result = each.bytes
+        sizes = [beside[name].bytes for name in each.operands if name in beside]
+        operands, result = sum(sizes), each.bytes
         if each.opcode.endswith("-start") and result > operands:  # A start's result has its operands, too.
             result -= operands
+        if kind == "ragged-all-to-all":  # At most: what is really sent is data.
+            result = min(sizes[:2])
         group = _group(each.rest, mesh)
         axes, parts = axes_of(group, mesh), len(group)
         if parts < 2:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.chip import Chip
+from tilewright.parallel.pipeline import PIPELINE
 from tilewright.plan.place import Place
 from tilewright.plan.program import Work
 from tilewright.plan.step import Step
@@ -35,6 +36,18 @@ class Estimate:
         chip = self.place.chip
         peak = chip.flops_per_s(self.step.dtype) or chip.flops_per_s("bfloat16")
         return self.work.flops / peak if peak else math.nan
+
+    @property
+    def pipeline(self) -> dict[str, Any] | None:
+        """How a batch goes through the stages of a pipeline, and the part of their steps that is a bubble.
+
+        Devices compute in a bubble, too, so that `compute_s` has it.
+        """
+        if (own := self.step.stages) is None:
+            return None
+        stages = self.step.sizes[PIPELINE]
+        steps = {"stages": stages, "microbatches": own.microbatches, "interleave": own.interleave}
+        return {**steps, "steps": own.steps(stages), "bubble": own.bubble(stages)}
 
     @property
     def hbm_s(self) -> float:
@@ -82,6 +95,7 @@ class Estimate:
             "mesh": step.sizes,
             "remat": step.remat,
             "microbatches": step.accumulate,
+            "pipeline": self.pipeline,
             "rows_per_device": step.rows,
             "fits": self.fits,
             "bytes": round(self.bytes),

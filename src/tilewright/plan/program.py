@@ -45,6 +45,7 @@ _COLLECTIVES = {
     "unreduced_reduce_scatter": "reduce-scatter",
     "unreduced_psum": "all-reduce",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
 }
 _LOOPS = ("scan", "while", "cond")
@@ -652,7 +653,12 @@ def _exchanges(equation: Any) -> Iterator[tuple[str, tuple[str, ...], float]]:
             return
         parts = math.prod(mesh[axis] for axis in axes)
         of = equation.outvars if kind == "all-gather" else equation.invars
-        yield kind, axes, sum(sent(kind, parts, _bytes(variable.aval)) for variable in of)
+        sizes = [_bytes(variable.aval) for variable in of]
+        if (
+            kind == "ragged-all-to-all"
+        ):  # How much is data: at most all rows of the smaller one of what is sent and received.
+            sizes = [min(sizes[:2])]
+        yield kind, axes, sum(sent(kind, parts, size) for size in sizes)
     elif name == "reshard":
         yield from _reshard(equation)
     elif axes := _implied(equation):

@@ -2,7 +2,7 @@
 
 Tracing one way takes seconds and there may be hundreds. So they are tried in the order of a guess, and what is learnt from
 one is used for the others: with the same remat policy and the same parts along `tensor` and `expert`, what is not state
-grows with the rows of a device.
+grows with the tokens of a device.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from tilewright.models.train_config import REMAT
 from tilewright.parallel.mesh import MeshError
+from tilewright.parallel.pipeline import PIPELINE
 from tilewright.plan.estimate import Estimate, estimate
 from tilewright.plan.place import Place
 from tilewright.plan.step import AXES, Step
@@ -39,8 +40,11 @@ def meshes(devices: int, axes: tuple[str, ...] = AXES) -> Iterator[dict[str, int
 def alternatives(step: Step, *, same_mesh: bool = False) -> list[Step]:
     """Every other way to run a step that is valid."""
     found = []
-    axes = ("fsdp", "tensor", "expert") if step.decode else AXES  # Rows are not cut when decoding.
-    sizes = [step.sizes] if same_mesh else list(meshes(step.num_devices, axes))
+    # The stages of a pipeline stay as they were asked for: what they cost depends on how rows go through them, too.
+    stages = step.sizes.get(PIPELINE, 1)
+    axes = tuple(axis for axis in AXES if axis != PIPELINE and not (step.decode and axis == "context"))
+    others = ({**mesh, PIPELINE: stages} for mesh in meshes(step.num_devices // stages, axes))
+    sizes = [step.sizes] if same_mesh else list(others)
     policies = ("none",) if step.decode else REMAT
     counts = [1] if step.decode else [n for n in _powers(_MOST_MICROBATCHES) if step.batch % n == 0]
     if step.accumulate not in counts:
@@ -51,6 +55,8 @@ def alternatives(step: Step, *, same_mesh: bool = False) -> list[Step]:
             other.check()
         except MeshError:
             continue
+        if step.decode and other.rows > other.batch // other.sizes.get("data", 1):
+            continue  # Rows that `data` does not divide stay whole: its devices would do the same work.
         found += [dataclasses.replace(other, remat=remat) for remat in policies]
     return [other for other in found if other != step]
 
@@ -76,17 +82,17 @@ def search(
     known: dict[tuple[str, int, int], tuple[float, int]] = {}
 
     def learn(each: Estimate) -> None:
-        known[_bucket(each.step)] = max(0.0, each.bytes - each.step.state_bytes()), each.step.rows
+        known[_bucket(each.step)] = max(0.0, each.bytes - each.step.state_bytes()), each.step.tokens_at_once
 
     def predicted(step: Step) -> float:
         """At least what is state; and where a like step was traced, what that had beside."""
         if (like := known.get(_bucket(step))) is not None:
-            return step.state_bytes() + like[0] * step.rows / like[1]
+            return step.state_bytes() + like[0] * step.tokens_at_once / like[1]
         # Of another policy it may be little. With more parts along `tensor` and `expert` it is divided by them at most.
         like = known.get(_bucket(first.step), (0.0, 1))
         parts = _parts_beside(step) / _parts_beside(first.step)
         share = _LEAST_KEPT[step.remat] / _LEAST_KEPT[first.step.remat]
-        return step.state_bytes() + min(share, 1.0) * like[0] * step.rows / like[1] / max(parts, 1.0)
+        return step.state_bytes() + min(share, 1.0) * like[0] * step.tokens_at_once / like[1] / max(parts, 1.0)
 
     learn(first)
     waiting = sorted(alternatives(first.step, same_mesh=same_mesh), key=lambda step: _guess(step, place))
@@ -138,13 +144,12 @@ def _guess(step: Step, place: Place) -> float:
     peak = place.chip.flops_per_s("bfloat16") or 1.0
     rates = place.bytes_per_s(sizes)
     gathers = 1 if step.decode else 4 * step.accumulate
-    weights = step.state_bytes() / (1 if step.decode else 6)  # bfloat16 of 12 bytes per parameter.
+    rows = tokens / math.prod(size for name, size in sizes.items() if name != "tensor")
+    activations = len(architecture.blocks) * 2 * 2 * rows * architecture.d_model
     links = 0.0
     for axis, rate in rates.items():
-        parts = sizes[axis]
-        if axis == "tensor":
-            rows = tokens / math.prod(size for name, size in sizes.items() if name != "tensor")
-            links += 4 * len(architecture.blocks) * 2 * 2 * rows * architecture.d_model * (parts - 1) / parts / rate
-        else:
-            links += (gathers if axis == "fsdp" else 2) * weights * (parts - 1) / rate
+        # Sums of activations over `tensor`, and over `context` the exchange of keys and values, of about half of that.
+        share = {"tensor": 4, "context": 2}.get(axis, 0) * activations * (sizes[axis] - 1) / sizes[axis]
+        weights = 0.0 if axis in ("tensor", PIPELINE) else (gathers if axis == "fsdp" else 2) * step.weight_bytes()
+        links += (share + weights * (sizes[axis] - 1)) / rate
     return flops / peak + links

@@ -19,18 +19,21 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tilewright.core.chip import Chip
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.target import target
-from tilewright.models import generation
+from tilewright.models import generation, lora
 from tilewright.models.architecture import Architecture
 from tilewright.models.config import Config
 from tilewright.models.loading import architecture_of, init
-from tilewright.models.sharding import check_mesh, rules_of
+from tilewright.models.sharding import check_mesh, check_stages, rules_of
+from tilewright.models.train_config import LoraTable
 from tilewright.parallel.mesh import MESH_AXES, MeshError
-from tilewright.parallel.rules import BATCH_AXES, batch_spec, path_name
+from tilewright.parallel.pipeline import PIPELINE, Pipeline
+from tilewright.parallel.rules import BATCH_AXES, Rules, batch_spec, not_divided, path_name
 from tilewright.plan.program import Kind, Work, measure
 from tilewright.workbench.model_bench import PRESETS
 
-AXES = ("data", "fsdp", "tensor", "expert")
+AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 """The mesh axes that a model can be cut over."""
 _PROMPT = 64
 """Tokens of the prompt that the states of a decoding step are traced after. Their shapes depend on the capacity alone."""
@@ -48,7 +51,8 @@ def read_model(name: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"MODEL {path} is not JSON: {error}") from error
     if path.is_dir():
         return path.resolve().name, Config.read(path).values
-    raise ValueError(f"MODEL {name} is no preset, folder or config.json; the presets are {', '.join(PRESETS)}")
+    hint = did_you_mean(name, PRESETS)
+    raise ValueError(f"MODEL {name} is no preset, folder or config.json; the presets are {', '.join(PRESETS)}{hint}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Step:
     """Microbatches of a training step."""
     dtype: str = "bfloat16"
     decode: bool = False
+    pipeline: Pipeline = Pipeline()  # noqa: RUF009, frozen
+    """How a batch goes through the stages of a mesh with a pipeline."""
+    lora: LoraTable | None = None
+    """The factors that are trained instead of the weights."""
 
     @property
     def architecture(self) -> Architecture:
@@ -83,11 +91,28 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rows of one device at a time. When decoding, every device has all of them."""
+        """Rows of one device at a time. When decoding, they are cut over `data` where it divides them."""
         if self.decode:
-            return self.batch
-        parts = math.prod(self.sizes.get(axis, 1) for axis in BATCH_AXES)
-        return self.batch // (parts * self.accumulate)
+            data = self.sizes.get(generation.DATA, 1)
+            return self.batch // data if self.batch % data == 0 else self.batch
+        return self.batch // (self._parts * self.accumulate)
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens of one device at a time that activations are kept of."""
+        return self.rows * (1 if self.decode else self.tokens // self.sizes.get("context", 1))
+
+    @property
+    def _parts(self) -> int:
+        """Into how many parts the rows of a microbatch are cut."""
+        return math.prod(self.sizes.get(axis, 1) for axis in BATCH_AXES)
+
+    @property
+    def stages(self) -> Pipeline | None:
+        """The pipeline with its microbatches as a number; None without stages."""
+        if PIPELINE not in self.sizes:
+            return None
+        return self.pipeline.of_rows(self.batch // self.accumulate, self._parts, self.sizes[PIPELINE])
 
     def on(self, mesh: Mapping[str, int]) -> "Step":
         """This step on another mesh."""
@@ -113,9 +138,14 @@ class Step:
             return
         if (why := _why_not(self.config, self.mesh)) is not None:
             raise MeshError(why)
+        stages = mesh.shape.get(PIPELINE, 1)
         if self.decode:
+            if stages > 1:
+                raise MeshError(f"pipeline={stages}: the stages of a pipeline keep no states, so they cannot decode")
             return
-        parts = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+        parts, context = self._parts, mesh.shape.get("context", 1)
+        if self.tokens % context:
+            raise MeshError(f"seq={self.tokens} tokens: {not_divided('context', context, self.tokens)}")
         if (self.batch // self.accumulate) % parts:
             spelled = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
             unit = parts * self.accumulate
@@ -123,6 +153,9 @@ class Step:
                 f"batch={self.batch} rows cannot be cut into {parts} parts, {spelled}, of {self.accumulate} microbatches; "
                 f"use batch={-(-self.batch // unit) * unit}"
             )
+        if stages > 1:
+            check_stages(self.architecture, self.pipeline, stages)
+            assert self.stages is not None  # It has raised where the rows do not make microbatches.
 
     def named(self) -> str:
         """The mesh in words."""
@@ -145,11 +178,18 @@ class Step:
         kinds, names, donated = zip(*prepared.told, strict=True)
         return measure(traced, kinds, names, donated)
 
+    def weight_bytes(self) -> float:
+        """The weights of one device in the dtype of the computation."""
+        return _weight_bytes(self.config, self.mesh, self.dtype)
+
     def state_bytes(self) -> float:
         """The weights that one device holds between steps, and when training their two moments, from shapes alone."""
         if self.decode:
-            return _weight_bytes(self.config, self.mesh, self.dtype)
-        return 3.0 * _weight_bytes(self.config, self.mesh, "float32")
+            return self.weight_bytes()
+        if self.lora is None:
+            return 3.0 * _weight_bytes(self.config, self.mesh, "float32")
+        factors = _on(_factors(self.config, self.lora), self.abstract_mesh, lora.rules_of(self.architecture))
+        return self.weight_bytes() + 3.0 * _tree_bytes(factors)
 
 
 @dataclass(frozen=True)
@@ -199,19 +239,29 @@ def _weights(config: str, dtype: str) -> Any:
 @functools.cache
 def _weight_bytes(config: str, mesh: tuple[tuple[str, int], ...], dtype: str) -> float:
     step = Step(config, 1, 1, mesh)
-    leaves = jax.tree.leaves(_on(_weights(config, dtype), step.abstract_mesh, step.architecture))
+    return _tree_bytes(_on(_weights(config, dtype), step.abstract_mesh, rules_of(step.architecture)))
+
+
+@functools.cache
+def _factors(config: str, table: LoraTable) -> Any:
+    """The shapes of LoRA's factors."""
+    return jax.eval_shape(lambda key: lora.init(_architecture(config), table, key), jax.random.key(0))
+
+
+def _tree_bytes(tree: Any) -> float:
+    """What one device holds of a tree of shapes."""
     return sum(
         math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
         * jnp.dtype(leaf.dtype).itemsize
-        for leaf in leaves
+        for leaf in jax.tree.leaves(tree)
     )
 
 
-def _on(tree: Any, mesh: Any, architecture: Architecture) -> Any:
+def _on(tree: Any, mesh: Any, rules: Rules) -> Any:
     """Shapes with their places on a mesh."""
     if mesh is None:
         return tree
-    shardings = rules_of(architecture).shardings(tree, mesh)
+    shardings = rules.shardings(tree, mesh)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
 
 
@@ -230,10 +280,15 @@ def _training(step: Step) -> Prepared:
     optimizing = OptimizerTable()
 
     def begin(weights: Any) -> TrainState:
-        weights = cast(architecture, weights, "float32")
         return TrainState(jnp.int32(0), weights, optimizer_of(table, optimizing).init(weights))
 
-    state = _on(jax.eval_shape(begin, _weights(step.config, "float32")), mesh, architecture)
+    whole, frozen, rules = _weights(step.config, "float32"), None, rules_of(architecture)
+    if step.lora is None:
+        trained = jax.eval_shape(lambda weights: cast(architecture, weights, "float32"), whole)
+    else:  # What is frozen needs no master weights.
+        frozen = _on(_weights(step.config, step.dtype), mesh, rules)
+        trained, rules = _factors(step.config, step.lora), lora.rules_of(architecture)
+    state = _on(jax.eval_shape(begin, trained), mesh, rules)
     placed = None if mesh is None else NamedSharding(mesh, batch_spec(mesh, 3, leading=1))
     ids = jax.ShapeDtypeStruct((step.accumulate, rows, step.tokens), jnp.int32, sharding=placed)
     batch = {"ids": ids, "labels": ids, "segment_ids": None}
@@ -241,17 +296,19 @@ def _training(step: Step) -> Prepared:
         *_told(state.step, "optimizer", donated=True, prefix="step"),
         *_told(state.weights, "weights", donated=True),
         *_told(state.optimizer, "optimizer", donated=True, prefix="optimizer"),
+        *_told(frozen, "weights", donated=False, prefix="frozen"),
         *_told(batch, "batch", donated=False),
     ]
-    return Prepared(step_function(architecture, table, optimizing), (state, None, batch), tuple(told))
+    function = step_function(architecture, table, optimizing, step.lora, step.pipeline)
+    return Prepared(function, (state, frozen, batch), tuple(told))
 
 
 def _decoding(step: Step) -> Prepared:
     architecture, mesh = step.architecture, step.abstract_mesh
-    weights = _on(_weights(step.config, step.dtype), mesh, architecture)
-    placed = (
-        None if mesh is None else NamedSharding(mesh, P())
-    )  # Every device has all rows: as `Model.generate` has them.
+    weights = _on(_weights(step.config, step.dtype), mesh, rules_of(architecture))
+    # As `Model.generate` has them.
+    over = generation.DATA if step.rows < step.batch else None
+    placed = None if mesh is None else NamedSharding(mesh, P(over))
 
     def ids(tokens: int) -> Any:
         return jax.ShapeDtypeStruct((step.batch, tokens), jnp.int32, sharding=placed)

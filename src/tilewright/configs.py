@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewright.core.config import Config as Config
+from tilewright.core.nearest import did_you_mean
 from tilewright.ops.attention.config import AttentionSm90Backward as AttentionSm90Backward
 from tilewright.ops.attention.config import AttentionSm90Forward as AttentionSm90Forward
 from tilewright.ops.attention.config import AttentionTpuBackward as AttentionTpuBackward
@@ -63,11 +64,15 @@ def from_json(source: str | Mapping[str, Any]) -> Config:
     name, fields = fields.get("config"), {key: value for key, value in fields.items() if key != "config"}
     kind = globals().get(name) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, Config) and kind is not Config):
-        raise ValueError(f"config={name!r} is not a config of tilewright; see tilewright.configs")
+        every = [each for each, value in globals().items() if isinstance(value, type) and issubclass(value, Config)]
+        hint = did_you_mean(name, every)
+        raise ValueError(f"config={name!r} is not a config of tilewright; see tilewright.configs{hint}")
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = sorted(set(fields) - set(known))
     if unknown:
-        raise ValueError(f"{name} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+        raise ValueError(
+            f"{name} has no field {unknown[0]!r}; its fields are {', '.join(known)}{did_you_mean(unknown[0], known)}"
+        )
     try:
         return kind(**fields)
     except TypeError as error:

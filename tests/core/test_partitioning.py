@@ -1,5 +1,8 @@
 """Arrays sharded over Explicit mesh axes: each device runs its own part, and results carry the sharding one expects."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +71,9 @@ def test_values_and_gradients_are_those_of_one_device(op: str, mesh) -> None:
 
 def test_an_axis_that_cannot_be_cut_is_refused_with_the_way_out(mesh) -> None:
     x = jax.device_put(draw(B, T, D), NamedSharding(mesh, P(None, None, "model")))
-    told = r"rms_norm: x is sharded over mesh axis 'model' along its axis D, .*cut along axis 0, axis 1 only; pass jax"
+    told = (
+        r"rms_norm: x is sharded over mesh axis 'model' along its axis D, of \[..., D\], .*leading axes only; pass jax"
+    )
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=told):
         tilewright.rms_norm(x, jnp.ones(D))
     gate = jax.device_put(draw(B, T, D), NamedSharding(mesh, P("model")))
@@ -77,6 +82,51 @@ def test_an_axis_that_cannot_be_cut_is_refused_with_the_way_out(mesh) -> None:
         pytest.raises(ValueError, match=r"gate is sharded over mesh axis 'model' along its axis 0, "),
     ):
         tilewright.gated_rms_norm(jax.device_put(gate, P(None, "model")), gate, jnp.ones(D))
+
+
+def test_arguments_and_axes_have_the_names_of_the_public_function(mesh) -> None:
+    """And not those that the call has inside."""
+
+    def cut(x: Any, *spec: str | None) -> Any:
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    w, pool, ids = jnp.ones((D, 2 * D)), jnp.ones((3, 4, 2, D)), jnp.zeros((B, T), jnp.int32)
+    q, sizes, int8 = jnp.ones((B, 2, D)), jnp.zeros(2, jnp.int32), tilewright.quantize(jnp.ones((D, 2 * D)), "int8")
+    gates = r"which cuts gates from values; pass it as \["
+    with jax.set_mesh(mesh):
+        x = jnp.ones((4, D))
+        for told, call in (
+            (
+                r"^matmul: w is .* along its axis K, of \[K, N\], and matmul can be cut along its leading axes, N only",
+                lambda: tilewright.matmul(x, cut(w, "model")),
+            ),
+            (
+                r"^matmul: w.scales is .* along its axis K, of \[K, N\], and",
+                lambda: tilewright.matmul(x, dataclasses.replace(int8, scales=cut(jnp.ones((2, 2 * D)), "model"))),
+            ),
+            (
+                rf"^w \[K, 2 N\] is .*{gates}K, 2, N\]$",
+                lambda: tilewright.matmul(x, cut(w, None, "model"), activation="swiglu"),
+            ),
+            (
+                rf"^w \[G, K, 2 N\] is .*{gates}G, K, 2, N\]$",
+                lambda: tilewright.grouped_matmul(
+                    x, cut(jnp.stack([w, w]), None, None, "model"), sizes, activation="swiglu"
+                ),
+            ),
+            (
+                r"^paged_attention: k_pages is .* along its axis D, of \[P, page, KV, D\], .*reshard\(k_pages, ...\)",
+                lambda: tilewright.paged_attention(q, cut(pool, None, None, None, "model"), pool, ids, ids[:, 0]),
+            ),
+            (
+                r"^flash_attention: segment_ids is .* along its axis T, of \[B, T\], .*axis_name='model'\) inside jax",
+                lambda: tilewright.flash_attention(
+                    *(jnp.ones((B, T, 2, D)),) * 3, segment_ids=cut(ids, None, "model"), implementation="xla"
+                ),
+            ),
+        ):
+            with pytest.raises(ValueError, match=told):
+                call()
 
 
 def test_heads_that_the_mesh_does_not_divide_are_refused(mesh) -> None:

@@ -8,6 +8,7 @@ tested with stand-ins that return zeros of the kernels' shapes: what is compiled
 import collections
 import contextlib
 import functools
+import inspect
 import re
 import sys
 import typing
@@ -333,7 +334,7 @@ class Composition:
 
     @pytest.mark.slow
     def test_an_axis_that_cannot_be_cut_is_refused(self) -> None:
-        """One sentence, with the op, the argument, the axis and the way out."""
+        """One sentence, with the op, the argument, the axis and the way out: `axis_name=`, where the op has it."""
         arrays, _ = self.drawn(None)
         mesh = mesh_of(AxisType.Explicit)
         for name, x in arrays.items():
@@ -343,10 +344,15 @@ class Composition:
             axis = letters.index(self.whole_letter)
             spec = P(*("y" if n == axis else None for n in range(x.ndim)))
             given = {**self._even(arrays), name: jax.device_put(self._even(arrays)[name], NamedSharding(mesh, spec))}
-            where = f"is sharded over mesh axis 'y' along its axis {self.whole_letter}"
+            where = f"{name} is sharded over mesh axis 'y' along its axis {self.whole_letter}"
+            exchanged = "axis_name" in inspect.signature(self.op().function).parameters
+            way_out = rf"call {self.op_name}\(..., axis_name='y'\) inside jax" if exchanged else "use jax.shard_map"
             with (
                 jax.set_mesh(mesh),
-                pytest.raises(ValueError, match=rf"{self.op_name}: \w+ {where}, and .* only; pass jax"),
+                pytest.raises(
+                    ValueError,
+                    match=rf"{self.op_name}: {where}, of \[.*\], and .* only; pass .*reshard\({name}, ...\).* {way_out}",
+                ),
             ):
                 call(self.op(), self.composed(), None)(**given)
             return
@@ -459,21 +465,31 @@ class Composition:
             self.assert_same(program(copies, cotangents), self.unsharded(implementation), what)
 
     @over("compiled", default="none")
-    def test_export_with_a_symbolic_batch(self, implementation: str) -> None:
+    def test_export_with_a_symbolic_batch_and_length(self, implementation: str) -> None:
+        """Batches and rows are b, and the tokens of sequences t; a cache of another length is s."""
         arrays, _ = self.drawn(implementation)
-        batched = next(iter(self.cuts.values()))
-        (b,) = jax.export.symbolic_shape("b", constraints=["b >= 1"])
-        first = {letter for letter, axis in batched.items() if axis == "x"}
-        shapes = {
-            name: jax.ShapeDtypeStruct(
-                tuple(
-                    b if letter in first else size
-                    for letter, size in zip(self.letters(name, x.ndim), x.shape, strict=True)
-                ),
-                x.dtype,
-            )
+        b, t, s = jax.export.symbolic_shape("b, t, s")
+        sizes = {
+            letter: size
             for name, x in arrays.items()
+            for letter, size in zip(self.letters(name, x.ndim), x.shape, strict=True)
         }
+        symbols = {
+            "B": b,
+            "M": b,
+            "tokens0": b,
+            "T": t,
+            "tokens1": t,
+            "S": t if sizes.get("S") == sizes.get("T") else s,
+        }
+
+        def symbolic(name: str, x: Any) -> jax.ShapeDtypeStruct:
+            pairs = zip(self.letters(name, x.ndim), x.shape, strict=True)
+            return jax.ShapeDtypeStruct(
+                tuple(size if size == 1 else symbols.get(at, size) for at, size in pairs), x.dtype
+            )
+
+        shapes = {name: symbolic(name, x) for name, x in arrays.items()}
         function = call(self.op(), self.composed(), implementation)
         exported = jax.export.export(jax.jit(lambda given: function(**given)))(shapes)
         got = exported.call(arrays)

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from tilewright.core.nearest import did_you_mean
+
 ActivationName = Literal["silu", "gelu", "relu", "swiglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)
 
@@ -54,5 +56,5 @@ def pull_back(activation: str | None, z: Parts, dy: jax.Array) -> Parts:
 def check_activation(activation: Any) -> None:
     """Raises where this is not an activation."""
     if activation is not None and activation not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"activation={activation!r} is not an activation; use one of {known}, or None")
+        known, hint = ", ".join(map(repr, ACTIVATIONS)), did_you_mean(activation, ACTIVATIONS)
+        raise ValueError(f"activation={activation!r} is not an activation; use one of {known}, or None{hint}")

@@ -22,7 +22,12 @@ A block of an axis is `block_<letter>`, a number of blocks `num_<letter>`. Each 
 shape comment: `# [block_n, block_v]`. `tokens` stands for zero or more leading axes.
 """
 
+from typing import Any
+
 from jaxtyping import Array, Bool, Float, Int
+
+Size = Any
+"""The size of an axis: an int, or a symbolic one while `jax.export` traces."""
 
 Hidden = Float[Array, "*tokens H"]
 """One vector of the model's width per token."""

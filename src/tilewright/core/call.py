@@ -61,6 +61,11 @@ class Call:
     """Axes that outputs are sums over, and that a call can be cut along too (`on_shard`): a vocabulary."""
     outputs: ClassVar[tuple[str, ...]] = ()
     """The axes of each output, by their letters: "B T HV V"."""
+    arguments: ClassVar[Mapping[str, str]] = {}
+    """The public function's name of an array and of its axes, where they differ: {"k": "k_pages P page KV D"}. Errors use
+    them. An axis that is spelled as a number is left out where it has another size."""
+    exchanged: ClassVar[tuple[str, ...]] = ()
+    """The axes that the public function takes cut over a mesh axis inside `shard_map`, by its argument `axis_name`."""
     rows: ClassVar[bool] = False
     """Whether implementations with a backward pass see every leading axis of the arrays with a batch as one: [*tokens, H]
     as [N, H]."""
@@ -109,6 +114,27 @@ class Call:
             if letters != ["?"] and len(letters) == ndim:
                 return tuple(letters)
         raise TypeError(f"{name} of {cls.__name__} has {ndim} axes, and its annotation {annotation} says otherwise")
+
+    @classmethod
+    def argument(cls, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[str, ...]]:
+        """The public function's name of an array, and a letter of that function for each axis."""
+        own = cls.letters(name, len(shape))
+        argument, *public = cls.arguments.get(name, name).split()
+        leading = tuple(letter for letter in own if letter.startswith("tokens"))
+        return argument, (*leading, *(letter for letter in public if letter != "*tokens")) if public else own
+
+    @classmethod
+    def cut_along(cls) -> str:
+        """The axes that a call can be cut along, as an error names them."""
+        own = dict.fromkeys(letter for group in (*cls.independent, cls.reduced) for letter in group)
+        hidden = {
+            letter
+            for name, text in cls.arguments.items()
+            for letter, public in zip(cls.letters(name, len(text.split()) - 1), text.split()[1:], strict=True)
+            if letter != public
+        }
+        words = ["its leading axes" if letter[0] == "*" else letter for letter in own if letter not in hidden]
+        return ", ".join(words) or "no axis"
 
     @classmethod
     def independent_groups(cls, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

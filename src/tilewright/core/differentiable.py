@@ -249,7 +249,7 @@ def _execute(
 def _once_only(decision: Any) -> str:
     return (
         f"{decision.op}: implementation={decision.implementation!r} has no second derivative; use "
-        f"implementation='reference'"
+        f"implementation={decision.request.op.plainly_differentiable!r}"
     )
 
 

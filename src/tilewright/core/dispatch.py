@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -28,6 +29,7 @@ from tilewright.core.config import Config
 from tilewright.core.differentiable import Settled
 from tilewright.core.implementation import KERNEL_PLATFORM as KERNEL_PLATFORM
 from tilewright.core.implementation import Implementation, Launch, Pass
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.partitioning import run_explicit
 from tilewright.core.target import INTERPRETED_AS, Interpret, current_chip, current_interpret, without_kernel_bodies
 
@@ -113,6 +115,17 @@ class Op:
         return next(name for name in self.implementations if name not in KERNEL_PLATFORM)
 
     @property
+    def plainly_differentiable(self) -> str:
+        """The first implementation that JAX can differentiate in forward mode, and any number of times."""
+
+        def is_plain(name: str) -> bool:
+            found = self.architectures(name)[0]
+            return found.backward is None or found.backward.differentiable
+
+        plain = (name for name in self.implementations if name not in KERNEL_PLATFORM)
+        return next(name for name in plain if is_plain(name))
+
+    @property
     def function(self) -> Callable[..., Any]:
         """The public function."""
         return getattr(importlib.import_module(f"{self.family}.api"), self.name)
@@ -127,8 +140,9 @@ class Op:
         for case in self.cases:
             if case.name == name:
                 return case
-        names = ", ".join(case.name for case in self.cases)
-        raise ValueError(f"case={name!r} is not a case of {self.name}; use one of {names}")
+        names = [case.name for case in self.cases]
+        hint = did_you_mean(name, names)
+        raise ValueError(f"case={name!r} is not a case of {self.name}; use one of {', '.join(names)}{hint}")
 
     def module(self, implementation: str) -> ModuleType:
         return importlib.import_module(f"{self.family}.{implementation}")
@@ -148,10 +162,7 @@ class Op:
             if isinstance(error, Unsupported) or not (symbolic := call.symbolic_sizes()):
                 raise
             taken = request.decide(call, differentiated=False)[0].implementation
-            raise Unsupported(
-                f"{self.name}: implementation={taken!r} cannot be traced with the symbolic sizes {', '.join(symbolic)} "
-                f"({str(error).splitlines()[0]}); export it for fixed sizes, or name implementation='reference'"
-            ) from error
+            raise Unsupported(_not_symbolic(self.name, taken, symbolic, error)) from error
 
     def _run(self, request: "_Request", call: Call) -> Any:
         decision, found = request.decide(call, differentiated=False)
@@ -198,6 +209,7 @@ class Op:
             known = ", ".join(repr(name) for name in self.implementations)
             raise ValueError(
                 f"implementation={implementation!r} is not an implementation of {self.name}; use one of {known}, or None"
+                f"{did_you_mean(implementation, self.implementations)}"
             )
         configs = config if isinstance(config, tuple) else () if config is None else (config,)
         if configs:
@@ -324,7 +336,27 @@ def _decided(
 def _reverse_only(decision: Decision) -> str:
     return (
         f"{decision.op}: implementation={decision.implementation!r} has no forward-mode derivative (jax.jvp, jax.jacfwd, "
-        f"jax.linearize); use reverse mode (jax.grad, jax.vjp, jax.jacrev), or implementation='reference'"
+        f"jax.linearize); use reverse mode (jax.grad, jax.vjp, jax.jacrev), or "
+        f"implementation={decision.request.op.plainly_differentiable!r}"
+    )
+
+
+def _not_symbolic(op: str, implementation: str, symbolic: tuple[str, ...], error: Exception) -> str:
+    """Why an implementation cannot be traced with symbolic sizes, and what to do."""
+    undecided = re.search(r"comparison '([^']*)' (\S+) '([^']*)' is inconclusive", str(error))
+    what = (
+        f"it has to know whether {' '.join(undecided.groups())}"
+        if undecided
+        else str(error).splitlines()[0].rstrip(".")
+    )
+    remedies = ["export it for fixed sizes"]
+    if undecided:
+        remedies.insert(0, "say so in constraints=[...] of jax.export.symbolic_shape")
+    if implementation != "reference":
+        remedies.append("name implementation='reference'")
+    return (
+        f"{op}: implementation={implementation!r} cannot be traced with the symbolic sizes {', '.join(symbolic)}: {what}; "
+        f"{', '.join(remedies[:-1])}{', or ' if remedies[:-1] else ''}{remedies[-1]}"
     )
 
 
@@ -381,7 +413,9 @@ def registered() -> Mapping[str, Op]:
 
 def find_op(name: str) -> Op:
     if name not in _registry:
-        raise ValueError(f"op={name!r} is not an op of tilewright; use one of {', '.join(_registry)}")
+        raise ValueError(
+            f"op={name!r} is not an op of tilewright; use one of {', '.join(_registry)}{did_you_mean(name, _registry)}"
+        )
     return _registry[name]
 
 

@@ -147,45 +147,73 @@ def _required_placement(
     """As `_possible_placement`; a sharding along an axis that cannot be cut is an error."""
     placement: dict[str, tuple[str, ...]] = {}
     for name, spec in specs.items():
-        for letter, mesh_axes in zip(axes.arrays[name], _entries(spec, len(axes.arrays[name])), strict=True):
+        letters, shape = axes.arrays[name], getattr(axes.call, name).shape
+        for at, (letter, mesh_axes) in enumerate(zip(letters, _entries(spec, len(letters)), strict=True)):
             if not mesh_axes:
                 continue
             group = axes.group.get(letter)
             if group is None:
-                raise _cannot_be_cut(op, name, letter, mesh_axes, set(axes.group))
+                raise _cannot_be_cut(op, type(axes.call), name, shape, at, mesh_axes)
             used = {axis for other, each in placement.items() if other != group for axis in each}
             if used & set(mesh_axes):
+                where, argument = _where(type(axes.call), name, shape, at, mesh_axes)
                 raise ValueError(
-                    f"{op}: {_where(name, letter, mesh_axes)}, and another axis of this call is sharded over it too; pass "
-                    f"jax.sharding.reshard({name}, ...) without it"
+                    f"{op}: {where}, and another axis of this call is sharded over it too; pass "
+                    f"jax.sharding.reshard({argument}, ...) without it"
                 )
             placement.setdefault(group, mesh_axes)
     for group, mesh_axes in placement.items():
         parts = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if (letter := _first_indivisible(axes, group, parts)) is not None:
             raise ValueError(
-                f"{op}: {_axis_named(letter)}={axes.sizes[letter]} cannot be cut into {parts} parts, as the other arrays "
-                f"of this call are over mesh axes {mesh_axes}; use a mesh whose axes divide it, or reshard the arrays "
-                f"without them"
+                f"{op}: {_size_told(axes, letter)} cannot be cut into {parts} parts, as the other arrays of this call are "
+                f"over {axes_named(mesh_axes)}; use a mesh whose axes divide it, or reshard the arrays without them"
             )
     return placement
 
 
-def _where(name: str, letter: str, mesh_axes: tuple[str, ...]) -> str:
-    axis = _axis_named(letter) if letter.startswith("tokens") else f"axis {letter or 'of size 1'}"
-    return f"{name} is sharded over {axes_named(mesh_axes)} along its {axis}"
+def _where(
+    call_type: type[Call], name: str, shape: tuple[int, ...], at: int, mesh_axes: tuple[str, ...]
+) -> tuple[str, str]:
+    """Which axis of which argument is sharded over which mesh axes, as an error tells it; and the argument's name."""
+    argument, letters = ("segment_ids", ("B", "T")) if name == "segment_ids" else call_type.argument(name, shape)
+    named = [letter for letter, size in zip(letters, shape, strict=True) if not letter.isdigit() or int(letter) == size]
+    spelled = [
+        "..." if letter == "tokens0" else letter for letter in named if letter[:6] != "tokens" or letter[6:] == "0"
+    ]
+    where = f"along its {_axis_named(letters[at], at)}, of [{', '.join(spelled)}]"
+    return f"{argument} is sharded over {axes_named(mesh_axes)} {where}", argument
 
 
-def _axis_named(letter: str) -> str:
-    """A letter as an error names it. Leading axes have no letter of their own: "axis 0" for "tokens0"."""
-    return f"axis {letter.removeprefix('tokens')}" if letter.startswith("tokens") else letter
+def _axis_named(letter: str, at: int) -> str:
+    """An axis as an error names it. Leading axes have no letter of their own: "axis 0" for "tokens0"."""
+    return f"axis {at if letter.startswith('tokens') else letter}"
 
 
-def _cannot_be_cut(op: str, name: str, letter: str, mesh_axes: tuple[str, ...], allowed: set[str]) -> ValueError:
-    axes = ", ".join(map(_axis_named, sorted(allowed))) or "no axis"
+def _size_told(axes: Axes, letter: str) -> str:
+    """An axis of a call with its size, as an error tells it, such as "KV=3"."""
+    for name, letters in axes.arrays.items():
+        if letter in letters:
+            at = letters.index(letter)
+            argument, public = axes.call.argument(name, getattr(axes.call, name).shape)
+            named = _axis_named(letter, at) if letter.startswith("tokens") else public[at]
+            return f"{named}={axes.sizes[letter]}" + ("" if named in (letter, f"axis {at}") else f" of {argument}")
+    raise AssertionError(letter)
+
+
+def _cannot_be_cut(
+    op: str, call_type: type[Call], name: str, shape: tuple[int, ...], at: int, mesh_axes: tuple[str, ...]
+) -> ValueError:
+    where, argument = _where(call_type, name, shape, at, mesh_axes)
+    instead = "use jax.shard_map and exchange what the shards need"
+    letters = ("B", "T") if name == "segment_ids" else call_type.letters(name, len(shape))
+    if letters[at] in call_type.exchanged and len(mesh_axes) == 1:
+        instead = (
+            f"call {op}(..., axis_name={mesh_axes[0]!r}) inside jax.shard_map, which exchanges what the shards need"
+        )
     return ValueError(
-        f"{op}: {_where(name, letter, mesh_axes)}, and {op} can be cut along {axes} only; pass "
-        f"jax.sharding.reshard({name}, ...) without it, or use jax.shard_map and exchange what the shards need"
+        f"{op}: {where}, and {op} can be cut along {call_type.cut_along()} only; pass "
+        f"jax.sharding.reshard({argument}, ...) without it, or {instead}"
     )
 
 
@@ -202,9 +230,9 @@ def refuse_explicit(op: str, call_type: type[Call], **arrays: Any) -> None:
             continue
         letters = ("B", "T") if name == "segment_ids" else call_type.letters(name, x.ndim)
         allowed = {letter for group in call_type.independent for letter in group} | set(call_type.reduced)
-        for letter, mesh_axes in zip(letters, _entries(sharding.spec, x.ndim), strict=True):
+        for at, (letter, mesh_axes) in enumerate(zip(letters, _entries(sharding.spec, x.ndim), strict=True)):
             if mesh_axes and letter not in allowed:
-                raise _cannot_be_cut(op, name, letter, mesh_axes, allowed)
+                raise _cannot_be_cut(op, call_type, name, x.shape, at, mesh_axes)
 
 
 def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tilewright.core.activation import parts_of, pull_back
+from tilewright.core.partitioning import explicit_axes
 from tilewright.core.quantized import expanded_scales, unpacked
 
 
@@ -22,12 +23,32 @@ def weight_values(call: Any) -> Any:
 
 def dequantized_weights(call: Any, dtype: Any) -> jax.Array:
     """w as [..., K, P N] in `dtype`, scales included."""
-    values = weight_values(call)
+    values = dequantized_parts(call, dtype)
     *outer, k, parts, n = values.shape
+    return values.reshape(*outer, k, parts * n)
+
+
+def dequantized_parts(call: Any, dtype: Any) -> jax.Array:
+    """w as [..., K, P, N] in `dtype`, scales included. Columns that are sharded stay so."""
+    values = weight_values(call)
+    *_, k, _, n = values.shape
     if call.w_scales is not None:
         scales = expanded_scales(jnp.moveaxis(call.w_scales, -2, -3), (k, n))  # [..., P, K or 1, N]
         values = values.astype(jnp.float32) * jnp.moveaxis(scales, -3, -2)
-    return values.astype(dtype).reshape(*outer, k, parts * n)
+    return values.astype(dtype)
+
+
+def check_columns(name: str, x: Any, axes: str, *, quantized: bool = False) -> None:
+    """Raises where the columns of an array of gates and values side by side are sharded over an Explicit mesh axis.
+
+    `axes` are those of the array with gates and values apart, such as "K, 2, N".
+    """
+    if explicit_axes(x)[-1]:
+        remedy = f"jax.sharding.reshard({name}, ...) without it" if quantized else f"it as [{axes}]"
+        raise ValueError(
+            f"{name} [{axes.replace('2, N', '2 N')}] is sharded along its columns, which cuts gates from values; pass "
+            f"{remedy}"
+        )
 
 
 def saved_dtype(call: Any) -> Any:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from tilewright.core.arguments import shown
 from tilewright.core.chip import CHIPS
+from tilewright.core.numerics import accumulator
 from tilewright.core.target import current_chip
 
 Layout = Literal["row_major", "column_major"]
@@ -129,7 +130,7 @@ def quantize(
     sizes = _block_sizes(x.shape[-2:], block)
     if name == "int4" and x.shape[-2] % 2:
         raise ValueError(f"x is {shown(x)}; int4 stores two rows per byte, so its rows must be even: pad x by a row")
-    x = jax.lax.stop_gradient(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = jax.lax.stop_gradient(x).astype(accumulator(x.dtype))
     *outer, rows, columns = x.shape
     blocks = x.reshape(*outer, rows // sizes[0], sizes[0], columns // sizes[1], sizes[1])
     highest = jnp.max(jnp.abs(blocks), axis=(-3, -1), initial=0.0)  # [..., R / rows, C / columns]
@@ -146,7 +147,7 @@ def quantize(
 
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Array:
     """Values times scales, [..., R, C]: computed in float32 and rounded once to `dtype`."""
-    accumulate = jnp.promote_types(dtype, jnp.float32)
+    accumulate = accumulator(dtype)
     scales = expanded_scales(x.scales, (x.shape[-2], x.shape[-1]))
     return (x.values.astype(accumulate) * scales.astype(accumulate)).astype(dtype)
 

@@ -7,6 +7,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from tilewright.core.arguments import shown
+from tilewright.core.axes import Size
 
 
 def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -15,7 +16,7 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(changes, ((0, 0), (1, 0)))
 
 
-def checked_cu_seqlens(cu_seqlens: jax.Array, x: jax.Array, t: int, *, batched: bool) -> Int[Array, " ends"]:
+def checked_cu_seqlens(cu_seqlens: jax.Array, x: jax.Array, t: Size, *, batched: bool) -> Int[Array, " ends"]:
     """The ends of packed sequences as int32; raises where they cannot be those of x, which has t tokens.
 
     Values that are traced are not known here: `are_ends` says on the device whether they are right.
@@ -36,6 +37,6 @@ def checked_cu_seqlens(cu_seqlens: jax.Array, x: jax.Array, t: int, *, batched: 
     return cu_seqlens.astype(jnp.int32)
 
 
-def are_ends(cu_seqlens: Int[Array, " ends"], t: int) -> Bool[Array, ""]:
+def are_ends(cu_seqlens: Int[Array, " ends"], t: Size) -> Bool[Array, ""]:
     """Whether cu_seqlens ascends from 0 to t."""
     return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == t) & jnp.all(cu_seqlens[1:] >= cu_seqlens[:-1])

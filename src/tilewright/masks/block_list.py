@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.core.axes import Size
+
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 FIRST, LAST = 1, 2
@@ -38,18 +40,18 @@ _ROWS_AT_A_TIME = 128
 class Grid:
     """T queries by S keys in blocks. The last block of an axis may be cut off by its end."""
 
-    t: int
-    s: int
+    t: Size
+    s: Size
     block_q: int
     block_k: int
     q_offset: int = 0
 
     @property
-    def num_q(self) -> int:
+    def num_q(self) -> Size:
         return -(-self.t // self.block_q)
 
     @property
-    def num_k(self) -> int:
+    def num_k(self) -> Size:
         return -(-self.s // self.block_k)
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

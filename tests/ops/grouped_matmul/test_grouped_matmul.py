@@ -1,5 +1,6 @@
 """grouped_matmul: the contract, and what is its own: sizes of groups, rows outside of them, quantised weights, errors."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import dequantize, grouped_matmul, quantize
+from tilewright.core.case import Case
 from tilewright.core.dispatch import find_op
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
 from tilewright.ops.grouped_matmul.cases import _case
@@ -19,13 +21,20 @@ IMPLEMENTATIONS = find_op("grouped_matmul").implementations
 every_implementation = implementations(*IMPLEMENTATIONS)
 
 
+def with_parts(case: Case) -> Case:
+    """A case of swiglu with w as [G, K, 2, N], which can be cut along N."""
+    groups, k, columns = case.inputs["w"].shape
+    w = dataclasses.replace(case.inputs["w"], shape=(groups, k, 2, columns // 2))
+    return dataclasses.replace(case, inputs={**case.inputs, "w": w})
+
+
 class TestContract(OpContract):
     op_name = "grouped_matmul"
     call_type = GroupedMatmulCall
     batched = False
     cuts: ClassVar = {"columns": {"N": "y"}}
     whole_letter = "K"
-    mesh_case = _case("mesh", 3, 40, 64, 128, rest=5, activation="silu")
+    mesh_case = with_parts(_case("mesh", 3, 40, 64, 128, rest=5, activation="swiglu"))
 
 
 def draw(*shape: int, dtype: str = "float32", seed: int = 0) -> jax.Array:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.ops.contract import able_to_run
 from tilewright import short_conv
@@ -55,6 +57,28 @@ def test_each_sequence_is_as_it_is_alone(implementation: str) -> None:
         got = run(arrays, jnp.asarray(ENDS))
     want, pullback = jax.vjp(alone, arrays)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves((want, pullback(cotangents))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_channels_that_are_sharded_stay_where_they_are() -> None:
+    """Under an Explicit mesh axis, values and gradients; a state that is on every device is accepted."""
+    arrays, mesh = draw(), jax.make_mesh((2,), ("y",), axis_types=(AxisType.Explicit,))
+
+    @jax.jit
+    def run(arrays: Any) -> Any:
+        results, pullback = jax.vjp(lambda arrays: short_conv(**arrays, activation="silu", cu_seqlens=ENDS), arrays)
+        return results, pullback(jax.tree.map(jnp.cos, results))
+
+    want = run(arrays)
+    with jax.set_mesh(mesh):
+        got = run({**arrays, "x": jax.device_put(arrays["x"], NamedSharding(mesh, P(None, "y")))})
+        cut = jax.device_put(arrays["initial_state"][:4], NamedSharding(mesh, P("y")))
+        with pytest.raises(ValueError, match=r"initial_state is sharded .* along its axis N, of \[N, W-1, D\]"):
+            short_conv(arrays["x"], arrays["w"], initial_state=cut, cu_seqlens=ENDS[[0, 1, 2, 3, 5]])
+    (y, final), (gradients,) = got
+    assert [x.sharding.spec for x in (y, final, gradients["x"])] == [P(None, "y"), P(None, None, "y"), P(None, "y")]
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-5)
 
 

@@ -292,6 +292,7 @@ def _settle_masks(
             static is not None
             and alone is not None
             and joined is not None
+            and isinstance(t * s, int)  # Not symbolic (`jax.export`).
             and t * s
             and not _attends(joined, t, s, q_offset)
             # A window alone may leave nothing: the keys of a call may be a split of a sequence, far from its queries.
@@ -413,7 +414,7 @@ def _settle_bias(bias: Any, b: int, t: int, h: int, s: int) -> jax.Array | None:
         )
     bias = _four_axes("bias", bias, (b, h, t, s), may_be_one=(0, 1, 2))
     size_bytes = bias.size * bias.dtype.itemsize
-    if size_bytes > _MOST_BIAS_BYTES:
+    if isinstance(size_bytes, int) and size_bytes > _MOST_BIAS_BYTES:  # A size may be symbolic (`jax.export`).
         raise ValueError(
             f"bias is {shown(bias)}, {size_bytes / 2**30:,.0f} GiB to hold and to read for each pass, and its gradient as "
             f"much again; give what it depends on instead: a mask of tilewright.masks, a window, soft_cap, or a bias "

@@ -1,7 +1,7 @@
 """A call of flash attention."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,6 +18,12 @@ class AttentionCall(Call):
 
     independent = (("B",), ("H", "KV"))
     outputs = ("B T H Dv", "B T H")
+    arguments: ClassVar[Mapping[str, str]] = {
+        "q_segments": "segment_ids B T",
+        "kv_segments": "segment_ids B S",
+        "keep": "mask B H T S",
+    }
+    exchanged = ("T", "S")
 
     q: Float[Array, "B T H D"] = array(batch=True)
     k: Float[Array, "B S KV D"] = array(batch=True)

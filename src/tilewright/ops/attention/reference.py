@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from tilewright.core.axes import Size
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.numerics import accumulator, round_gradient
 from tilewright.masks.algebra import Mask
@@ -50,7 +51,7 @@ def flash_attention_reference(call: AttentionCall) -> tuple[Float[Array, "B T H 
     return round_gradient(out, q.dtype).astype(q.dtype), logsumexp.transpose(0, 2, 1)
 
 
-def dense_mask(mask: Mask, t: int, s: int, q_offset: int) -> Bool[Array, "_ T S"]:
+def dense_mask(mask: Mask, t: Size, s: Size, q_offset: int) -> Bool[Array, "_ T S"]:
     """The whole of a static mask, computed from positions where it can be."""
     if mask.computable:
         rows = jax.lax.broadcasted_iota(jnp.int32, (1, t, s), 1)

@@ -6,7 +6,8 @@ into dk and dv, which are complete after the loop, and added to dq.
 
 Floor: 2 (D + Dv) FLOPs for each pair that attends, and 2 (3 D + 2 Dv) in the backward. Here whole blocks are computed.
 Blocks that a static mask leaves empty are skipped: the loops run over lists that are made when traced. Segments and
-mask arrays are applied, and skip nothing.
+mask arrays are applied, and skip nothing. With a symbolic T or S (`jax.export`) nothing is skipped either: the lists would
+depend on sizes that are not known.
 Memory beyond inputs and gradients: a few tiles [B, H, block_q, block_k], q, k, v and their gradients with the heads in
 front, and dq in float32. A mask that is not computed from positions adds its distinct partial blocks.
 
@@ -17,16 +18,18 @@ logits are rounded to the inputs' dtype for the products that use them.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.core.boundary import Unsupported
 from tilewright.core.chip import MIB, Chip
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.numerics import accumulator
-from tilewright.masks.block_list import EMPTY, BlockTable, Grid, block_table
+from tilewright.masks.block_list import EMPTY, Grid, block_table
 from tilewright.ops.attention.call import AttentionCall
 from tilewright.ops.attention.config import AttentionXlaBackward, AttentionXlaForward
 from tilewright.ops.attention.softmax_rows import (
@@ -60,22 +63,32 @@ class _Blocks:
     def __init__(self, call: AttentionCall, config: AttentionXlaForward | AttentionXlaBackward):
         self.call, self.group = call, call.group
         (self.b, self.t, self.h, self.d), (_, self.s, self.kv, self.dv) = call.q.shape, call.v.shape
-        self.block_q, self.block_k = min(config.block_q, self.t), min(config.block_k, self.s)
+        known = isinstance(self.t, int) and isinstance(self.s, int)
+        self.block_q, self.block_k = (
+            min(block, size) if isinstance(size, int) else block
+            for block, size in ((config.block_q, self.t), (config.block_k, self.s))
+        )
         self.grid = Grid(self.t, self.s, self.block_q, self.block_k, call.q_offset)
-        self.table = block_table(call.mask, self.grid)
+        self.table = block_table(call.mask, self.grid) if known else None
         self.accumulate = accumulator(call.q.dtype)
         self.q = self.heads_first(call.q)  # [B, KV, group, T, D]
         self.k = padded(call.k.transpose(0, 2, 1, 3), 2, self.block_k)  # [B, KV, S, D]
         self.v = padded(call.v.transpose(0, 2, 1, 3), 2, self.block_k)
         bias, q_ids, kv_ids, keep = call.bias, call.q_segments, call.kv_segments, call.keep
         if bias is not None:
-            bias = padded(padded(bias, 3, self.block_k), 2, self.block_q if bias.shape[2] > 1 else 1)
+            bias = padded(padded(bias, 3, self.block_k), 2, 1 if bias.shape[2] == 1 else self.block_q)
         self.bias = bias
         self.q_ids = None if q_ids is None else padded(q_ids, 1, self.block_q)
         self.kv_ids = None if kv_ids is None else padded(kv_ids, 1, self.block_k)
         self.keep = None if keep is None else padded(padded(keep, 3, self.block_k), 2, self.block_q)
         self.contents, self.content = None, None
         if call.mask is not None and not call.mask.computable:
+            if self.table is None:
+                raise Unsupported(
+                    f"flash_attention: implementation='xla' with a symbolic T or S takes masks that are computed from "
+                    f"positions, such as causal and window, and mask={call.mask} is evaluated when traced; give it as an "
+                    f"array of bool [B, H, T, S], or export it for fixed sizes"
+                )
             contents, which = self.table.every_content()
             self.contents, self.content = jnp.asarray(contents), jnp.asarray(which.astype(np.int32))
 
@@ -133,19 +146,38 @@ class _Blocks:
         return array.reshape(array.shape[0], *heads, *array.shape[2:])
 
 
-def _visits(table: BlockTable, stationary: str) -> tuple[jax.Array, jax.Array]:
-    """For each stationary block, the blocks that any head visits [num, longest], and their number [num]."""
+@dataclass(frozen=True)
+class _Visits:
+    """For each stationary block, the blocks that any head visits [num, longest], and their number [num].
+
+    `order` is None where the sizes are symbolic: then all `counts` blocks are visited.
+    """
+
+    order: jax.Array | None
+    counts: Any
+
+    def count(self, i: jax.Array) -> Any:
+        return self.counts if self.order is None else self.counts[i]
+
+    def at(self, i: jax.Array, n: jax.Array) -> jax.Array:
+        return n if self.order is None else self.order[i, n]
+
+
+def _visits(blocks: _Blocks, stationary: str) -> _Visits:
+    table = blocks.table
+    if table is None:
+        return _Visits(None, jnp.asarray(blocks.grid.num_k if stationary == "q" else blocks.grid.num_q, jnp.int32))
     visited = (table.kinds != EMPTY).any(0)
     visited = visited if stationary == "q" else visited.T
     counts = visited.sum(1)
     longest = max(1, int(counts.max()))
     order = np.argsort(~visited, axis=1, stable=True)[:, :longest]
-    return jnp.asarray(order.astype(np.int32)), jnp.asarray(counts.astype(np.int32))
+    return _Visits(jnp.asarray(order.astype(np.int32)), jnp.asarray(counts.astype(np.int32)))
 
 
 def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], SavedRows]:
     blocks = _Blocks(call, launch.config)
-    visits, counts = _visits(blocks.table, "q")
+    visits = _visits(blocks, "q")
     rows = (blocks.b, blocks.kv, blocks.group, blocks.block_q, 1)
     lowest = jnp.full(rows, MASKED_BELOW, blocks.accumulate)
     total_at_start = jnp.zeros(rows, blocks.accumulate)
@@ -158,7 +190,7 @@ def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[
     def rows_of(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         def step(n: jax.Array, carry: Any) -> Any:
             row_max, total, acc = carry
-            j = visits[i, n]
+            j = visits.at(i, n)
             logits, _ = blocks.logits(i, j)  # [B, KV, group, block_q, block_k]
             new_max = jnp.maximum(row_max, jnp.max(logits, axis=4, keepdims=True))
             weights = jnp.exp(logits - new_max)
@@ -169,7 +201,7 @@ def _forward(call: AttentionCall, launch: Launch, *, save: bool) -> tuple[tuple[
             return new_max, total, acc
 
         start = (lowest, total_at_start, jnp.zeros((*rows[:4], blocks.dv), blocks.accumulate))
-        row_max, total, acc = jax.lax.fori_loop(0, counts[i], step, start)
+        row_max, total, acc = jax.lax.fori_loop(0, visits.count(i), step, start)
         out = acc / jnp.where(total == 0, 1.0, total)
         return out.astype(call.q.dtype), row_max[..., 0], total[..., 0]
 
@@ -215,7 +247,7 @@ def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: La
     statistics = backward_rows(call, saved, cotangents)
     blocks = _Blocks(call, launch.config)
     rows = _BlockRows(blocks, statistics)
-    visits, counts = _visits(blocks.table, "k")
+    visits = _visits(blocks, "k")
     dtype, accumulate, cap = call.q.dtype, blocks.accumulate, call.soft_cap
     sink = None if statistics.sink_weight is None else blocks.rows_first(statistics.sink_weight)
 
@@ -224,7 +256,7 @@ def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: La
 
         def step(n: jax.Array, carry: Any) -> Any:
             dq, pull, dk, dv = carry
-            i = visits[j, n]
+            i = visits.at(j, n)
             weights, d_weights, capped = rows.gradients(i, j)
             if sink is not None:
                 pull = pull + jnp.sum(rows.of(sink, i) * weights * d_weights, axis=(3, 4))
@@ -238,7 +270,7 @@ def _backward(call: AttentionCall, saved: SavedRows, cotangents: Any, launch: La
             return jax.lax.dynamic_update_slice_in_dim(dq, added, i * blocks.block_q, 3), pull, dk, dv
 
         start = (*carried, jnp.zeros(k.shape, accumulate), jnp.zeros((*k.shape[:3], blocks.dv), accumulate))
-        *carried, dk, dv = jax.lax.fori_loop(0, counts[j], step, start)
+        *carried, dk, dv = jax.lax.fori_loop(0, visits.count(j), step, start)
         return tuple(carried), (dk.astype(dtype), dv.astype(dtype))
 
     no_pull = jnp.zeros((blocks.b, blocks.kv, blocks.group), accumulate)
@@ -268,21 +300,21 @@ def bias_gradient(call: AttentionCall, statistics: BackwardRows, config: Attenti
     """
     blocks = _Blocks(call, config)
     rows = _BlockRows(blocks, statistics)
-    visits, counts = _visits(blocks.table, "k")
+    visits = _visits(blocks, "k")
     assert call.bias is not None
     assert blocks.bias is not None
     summed_over = [axis for axis in range(3) if blocks.bias.shape[axis] == 1]
 
     def keys_of(dbias: jax.Array, j: jax.Array) -> tuple[jax.Array, None]:
         def step(n: jax.Array, dbias: jax.Array) -> jax.Array:
-            i = visits[j, n]
+            i = visits.at(j, n)
             weights, d_weights, _ = rows.gradients(i, j)
             whole = rows.of_logits(i, weights, d_weights).reshape(blocks.b, blocks.h, blocks.block_q, blocks.block_k)
             added = blocks.bias_block(dbias, i, j) + jnp.sum(whole, axis=summed_over, keepdims=True)
             at = (0, 0, 0 if dbias.shape[2] == 1 else i * blocks.block_q, j * blocks.block_k)
             return jax.lax.dynamic_update_slice(dbias, added, at)
 
-        return jax.lax.fori_loop(0, counts[j], step, dbias), None
+        return jax.lax.fori_loop(0, visits.count(j), step, dbias), None
 
     start = jnp.zeros(blocks.bias.shape, blocks.accumulate)
     dbias, _ = jax.lax.scan(keys_of, start, jnp.arange(blocks.grid.num_k, dtype=jnp.int32))

@@ -1,7 +1,7 @@
 """A call of `delta_rule`, `gated_delta_rule` or `kda`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tilewright.core.axes import Gate, Keys, PerHead, Starts, State, Values
 from tilewright.core.call import Call, array, option, power_of_two
@@ -18,6 +18,8 @@ class DeltaRuleCall(Call):
 
     independent = (("B",), ("H", "HV"))
     outputs = ("B T HV V", "B HV K V")
+    arguments: ClassVar[Mapping[str, str]] = {"resets": "segment_ids B T"}
+    exchanged = ("T",)
 
     q: Keys = array(batch=True)
     k: Keys = array(batch=True)

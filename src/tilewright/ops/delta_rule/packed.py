@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from tilewright.core.axes import Size
 from tilewright.core.call import power_of_two
 from tilewright.core.segments import are_ends
 from tilewright.ops.delta_rule.call import DeltaRuleCall
@@ -30,8 +31,10 @@ _SHORTEST_ROW, _LONGEST_ROW = 64, 512
 _PASSES = 3
 
 
-def row_tokens(t: int, sequences: int) -> int:
-    """L, the tokens of a row, for `sequences` with t tokens in all."""
+def row_tokens(t: Size, sequences: int) -> int:
+    """L, the tokens of a row, for `sequences` with t tokens in all. Where t is symbolic (`jax.export`), L is not t."""
+    if not isinstance(t, int):
+        return _LONGEST_ROW
     pieces = min(max(power_of_two(t // (4 * sequences)), _SHORTEST_ROW), _LONGEST_ROW)
     return t if sequences * t <= _PASSES * (t + sequences * pieces) else pieces
 
@@ -49,7 +52,7 @@ class Rows:
     is_empty: jax.Array  # [N]
 
     @staticmethod
-    def of(cu_seqlens: jax.Array, t: int, length: int) -> "Rows":
+    def of(cu_seqlens: jax.Array, t: Size, length: int) -> "Rows":
         n = cu_seqlens.shape[0] - 1
         starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
         until = jnp.cumsum(
@@ -96,7 +99,7 @@ def run_packed(
     arrays = {name: rows.take(x) for name, x in call.given().items() if name != "initial_state"}
     own = jnp.take(initial, rows.sequence, axis=0)  # [M, HV, K, V]
     packed = call.with_arrays({**arrays, "initial_state": own})
-    if length < t:
+    if not isinstance(t, int) or length < t:
         packed = packed.with_arrays({"initial_state": _starts(run, transition, packed, rows)})
     o, ends = run(packed)
     per_sequence = rows.is_empty[:, None, None, None]

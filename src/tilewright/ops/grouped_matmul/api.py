@@ -12,6 +12,7 @@ from tilewright.core.activation import ActivationName, check_activation, parts_o
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.products import check_columns
 from tilewright.core.quantized import QuantizedArray, check_operands, check_parts, result_dtype, stored_operand
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
 
@@ -106,6 +107,8 @@ def _validate(
             f"w has {shape[2]} columns; activation='swiglu' takes [G, K, 2 N], gate and value halves: pad N"
         )
     check_operands(x if quantized_x else x_values, w if quantized_w else w_values)
+    if activation == "swiglu" and len(shape) == 3:
+        check_columns("w", w_values, "G, K, 2, N", quantized=quantized_w)
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(
             f"group_sizes is {shown(sizes)}; it must be [G] integers: jnp.bincount(group_of_row, length=G)"

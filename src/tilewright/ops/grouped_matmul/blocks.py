@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tilewright.core.axes import Size
 from tilewright.ops.grouped_matmul.call import sums_before
 
 
@@ -40,12 +41,12 @@ class RowTiles(NamedTuple):
     """int32 [G + 1]: the first block of each group, and the number of all."""
 
 
-def most_tiles(m: int, groups: int, block_m: int, alignment: int = 1) -> int:
+def most_tiles(m: Size, groups: int, block_m: int, alignment: int = 1) -> Size:
     """The blocks that m rows of so many groups can have."""
     return (m + (alignment - 1) * groups) // block_m + groups
 
 
-def row_tiles(bounds: jax.Array, m: int, block_m: int, alignment: int = 1) -> RowTiles:
+def row_tiles(bounds: jax.Array, m: Size, block_m: int, alignment: int = 1) -> RowTiles:
     """The blocks of groups that end where the next one begins: `bounds` [G + 1], ascending, at most m.
 
     The first block of a group begins at the last multiple of `alignment` that is not after its first row.
@@ -61,7 +62,7 @@ def row_tiles(bounds: jax.Array, m: int, block_m: int, alignment: int = 1) -> Ro
     return RowTiles(group, begins[group] + (number - first[group]) * block_m, first)
 
 
-def row_blocks(starts: jax.Array, m: int, block_m: int) -> RowBlocks:
+def row_blocks(starts: jax.Array, m: Size, block_m: int) -> RowBlocks:
     """The blocks of groups that begin at `starts` [G + 1]."""
     groups, tiles = starts.shape[0] - 1, row_tiles(starts, m, block_m)
     # A block past the last one begins past the end of the last group, so it has no rows.

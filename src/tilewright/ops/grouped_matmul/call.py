@@ -1,13 +1,14 @@
 """A call of `grouped_matmul`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from tilewright.core.activation import parts_of
+from tilewright.core.axes import Size
 from tilewright.core.call import Call, array, option, power_of_two
 
 
@@ -20,6 +21,11 @@ class GroupedMatmulCall(Call):
 
     independent = (("N", "NS"),)
     outputs = ("M N",)
+    arguments: ClassVar[Mapping[str, str]] = {
+        "w": "w G K 2 N",
+        "x_scales": "x.scales M K",
+        "w_scales": "w.scales G K 2 N",
+    }
 
     x: Num[Array, "M K"] = array()
     w: Num[Array, "G KW P N"] = array()
@@ -57,7 +63,7 @@ class GroupedMatmulCall(Call):
 _MOST_MASKED = 1024
 
 
-def group_starts(group_sizes: jax.Array, m: int) -> jax.Array:
+def group_starts(group_sizes: jax.Array, m: Size) -> jax.Array:
     """The first row of each group, and the end of the last one: int32 [G + 1], ascending, at most m.
 
     Sizes that are negative count as 0, and groups end with the rows that there are: no implementation can read or write
@@ -79,7 +85,7 @@ def sums_before(counts: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=jnp.int32)
 
 
-def poison(group_sizes: jax.Array, m: int) -> jax.Array:
+def poison(group_sizes: jax.Array, m: Size) -> jax.Array:
     """float32 scalar: NaN where the sizes are negative or sum past m, which makes every row of the result NaN; else 0."""
     # In float32 the sum of sizes cannot overflow into the allowed range.
     wrong = jnp.any(group_sizes < 0) | (jnp.sum(group_sizes.astype(jnp.float32)) > m)

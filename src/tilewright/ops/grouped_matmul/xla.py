@@ -1,8 +1,8 @@
 """`grouped_matmul` in plain JAX: a scan over blocks of rows, each of one group (blocks.py), and hand-written gradients.
 
 A step takes block_m rows and the matrix of their group, so the FLOPs are those of M + G block_m rows at most, and no
-array has a size of M times G. The gradient of w is accumulated in float32 in the order of the rows: the same bits in
-every run.
+array has a size of M times G. Parts and columns stay two axes, so that the compiler can keep w [G, K, P, N] cut along
+N. The gradient of w is accumulated in float32 in the order of the rows: the same bits in every run.
 
 Quantised operands: as in ops/matmul/xla.py. Scales per column are multiplied to the result; weights with scales along K
 are dequantised to x's dtype, which rounds each once. Two quantised operands are dequantised to float32: exact, and slow.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Implementation, Launch, Pass
-from tilewright.core.products import d_product, dequantized_weights, saved_dtype, weight_values
+from tilewright.core.products import d_product, dequantized_parts, saved_dtype, weight_values
 from tilewright.core.quantized import expanded_scales
 from tilewright.ops.grouped_matmul.blocks import RowBlocks, row_blocks
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
@@ -36,13 +36,11 @@ def dequantized_rows(call: GroupedMatmulCall) -> jax.Array:
 
 
 def _weights_and_scales(call: GroupedMatmulCall, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """w [G, K, P N] in `dtype`, and scales [G, 1, P N] for the result where they are not in it."""
-    values = weight_values(call)
-    groups, k, parts, n = values.shape
+    """w [G, K, P, N] in `dtype`, and scales [G, 1, P, N] for the result where they are not in it."""
     if call.w_scales is None or call.w_scales.shape[1] > 1:
-        return dequantized_weights(call, dtype), None
-    scales = expanded_scales(call.w_scales[:, 0], (parts, n)).reshape(groups, 1, parts * n)
-    return values.reshape(groups, k, parts * n).astype(dtype), scales
+        return dequantized_parts(call, dtype), None
+    values = weight_values(call)
+    return values.astype(dtype), expanded_scales(call.w_scales, values.shape[2:])
 
 
 def _blocks(call: GroupedMatmulCall, block_m: int) -> RowBlocks:
@@ -64,17 +62,16 @@ def _of_rows(blocks: RowBlocks, results: jax.Array) -> jax.Array:
 
 def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
-    m, n = call.x.shape[0], call.w.shape[-1]
+    m = call.x.shape[0]
     x, blocks = dequantized_rows(call), _blocks(call, launch.config.block_m)
     w, scales = _weights_and_scales(call, x.dtype)
 
     def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         group, rows = block
-        z = dot_f32(_taken(x, rows), w[group], (1, 0))  # [block_m, P N]
+        z = dot_f32(_taken(x, rows), w[group], (1, 0))  # [block_m, P, N]
         z = z if scales is None else z * scales[group]
-        parts = tuple(z[:, part * n : (part + 1) * n] for part in range(call.parts))
-        y = activate(call.activation, parts).astype(call.out_dtype)
-        return None, (y, jnp.stack(parts, axis=1).astype(saved_dtype(call)) if save and call.activation else None)
+        y = activate(call.activation, tuple(z[:, part] for part in range(call.parts))).astype(call.out_dtype)
+        return None, (y, z.astype(saved_dtype(call)) if save and call.activation else None)
 
     _, (y, z) = jax.lax.scan(step, None, (blocks.group, blocks.rows))
     y = _of_rows(blocks, y) + poison(call.group_sizes, m).astype(call.out_dtype)
@@ -89,8 +86,8 @@ def d_rows(call: GroupedMatmulCall, saved: Any, dy: jax.Array) -> jax.Array:
 def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
     if call.x_scales is not None:
         return call.gradients()
-    dz, blocks = d_rows(call, saved, dy), _blocks(call, launch.config.block_m)
-    w = dequantized_weights(call, call.x.dtype)
+    dz = d_product(call, saved, dy).astype(call.x.dtype)  # [M, P, N]
+    blocks, w = _blocks(call, launch.config.block_m), dequantized_parts(call, call.x.dtype)
     trains = call.w_scales is None
 
     def step(dw: jax.Array | None, block: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
@@ -98,11 +95,11 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
         own = _taken(dz, rows)
         if dw is not None:
             dw = dw.at[group].add(dot_f32(_taken(call.x, rows), own, (0, 0)))
-        return dw, dot_f32(own, w[group], (1, 1)).astype(call.x.dtype)
+        return dw, dot_f32(own, w[group], ((1, 2), (1, 2))).astype(call.x.dtype)
 
     dw, dx = jax.lax.scan(step, jnp.zeros(w.shape, jnp.float32) if trains else None, (blocks.group, blocks.rows))
     dx = _of_rows(blocks, dx)
-    return call.gradients(x=dx) if dw is None else call.gradients(x=dx, w=dw.reshape(call.w.shape))
+    return call.gradients(x=dx) if dw is None else call.gradients(x=dx, w=dw)
 
 
 def _rows(chip: Chip, call: GroupedMatmulCall) -> int:

@@ -11,6 +11,7 @@ from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.axes import Hidden, Labels, PerToken, Scalar, Unembedding
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.numerics import accumulator
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 
@@ -140,7 +141,8 @@ def _validate(
             f"weights has dtype {weights.dtype.name}; weights must be floating: pass weights.astype(jnp.float32)"
         )
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is not a reduction; use one of {', '.join(map(repr, _REDUCTIONS))}")
+        known, hint = ", ".join(map(repr, _REDUCTIONS)), did_you_mean(reduction, _REDUCTIONS)
+        raise ValueError(f"reduction={reduction!r} is not a reduction; use one of {known}{hint}")
     if jnp.ndim(z_loss) != 0:
         raise ValueError(f"z_loss has shape {jnp.shape(z_loss)}; it must be a scalar")
     if isinstance(z_loss, (int, float)) and z_loss < 0:

@@ -4,13 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from tilewright.core.activation import ActivationName, check_activation, parts_of
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.products import check_columns
 from tilewright.core.quantized import QuantizedArray, check_operands, check_parts, result_dtype, stored_operand
 from tilewright.ops.matmul.call import MatmulCall
 
@@ -111,14 +111,8 @@ def _validate_operands(x: Any, w: Any, x_values: jax.Array, w_values: jax.Array,
     if activation == "swiglu" and len(shape) == 2 and shape[1] % 2:
         raise ValueError(f"w has {shape[1]} columns; activation='swiglu' takes [K, 2 N], gate and value halves: pad N")
     check_operands(x if quantized_x else x_values, w if quantized_w else w_values)
-    if activation == "swiglu" and len(shape) == 2 and _sharded_columns(w_values):
-        raise ValueError("w [K, 2 N] is sharded along its columns, which cuts gates from values; pass it as [K, 2, N]")
-
-
-def _sharded_columns(w: jax.Array) -> bool:
-    """Whether the last axis is sharded over an Explicit mesh axis."""
-    sharding = jax.typeof(w).sharding
-    return AxisType.Explicit in sharding.mesh.axis_types and sharding.spec[-1] is not None
+    if activation == "swiglu" and len(shape) == 2:
+        check_columns("w", w_values, "K, 2, N", quantized=quantized_w)
 
 
 def _validate_epilogue(x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, n: int, parts: int) -> None:
@@ -127,5 +121,7 @@ def _validate_epilogue(x: jax.Array, bias: jax.Array | None, residual: jax.Array
         raise ValueError(
             f"bias is {shown(bias)}; it must be {' or '.join(str(list(each)) for each in shapes)}, floating"
         )
+    if bias is not None and parts == 2 and bias.ndim == 1:
+        check_columns("bias", bias, "2, N")
     if residual is not None and (residual.shape != (*x.shape[:-1], n) or residual.dtype.name not in FLOATING):
         raise ValueError(f"residual is {shown(residual)}; it must be {[*x.shape[:-1], n]}, floating, as y is")

@@ -20,6 +20,12 @@ class MatmulCall(Call):
     vmapped: ClassVar[Literal["merged", "stacked"]] = "stacked"
     independent = (("*tokens",), ("N", "NS"))
     outputs = ("*tokens N",)
+    arguments: ClassVar[Mapping[str, str]] = {
+        "w": "w K 2 N",
+        "bias": "bias 2 N",
+        "x_scales": "x.scales *tokens K",
+        "w_scales": "w.scales K 2 N",
+    }
     rows = True
 
     x: Num[Array, "*tokens K"] = array(batch=True)

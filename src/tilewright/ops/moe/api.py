@@ -7,16 +7,18 @@ h = grouped_matmul(rows, gate_up, sorting.group_sizes, activation="swiglu")
 y = moe_combine(grouped_matmul(h, down, sorting.group_sizes), weights, sorting)  # [N, D]
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.manual_axes import vary_alike
-from tilewright.core.partitioning import axes_named, explicit_axes, run_explicit
+from tilewright.core.partitioning import axes_named, explicit_axes, run_explicit, run_on_parts
 from tilewright.ops.moe import dispatch, losses
 from tilewright.ops.moe.call import RouteCall
 from tilewright.ops.moe.dispatch import ExpertOrder as ExpertOrder
@@ -166,8 +168,7 @@ def moe_dispatch(x: Float[Array, "N D"], sorting: ExpertOrder) -> Float[Array, "
     n = sorting.inverse.shape[0]
     if x.ndim != 2 or x.shape[0] != n or x.dtype.name not in FLOATING:
         raise ValueError(f"x is {shown(x)}; it must be [N, D] with N={n}, as experts had in moe_sort: x.reshape(-1, D)")
-    _refuse_explicit("moe_dispatch", x=x)
-    return dispatch.dispatch(*_varying_alike(x, sorting))
+    return _run_on_columns("moe_dispatch", dispatch.dispatch, x=x, sorting=sorting)
 
 
 def moe_combine(rows: Float[Array, "M D"], weights: Float[Array, "N k"], sorting: ExpertOrder) -> Float[Array, "N D"]:
@@ -196,8 +197,7 @@ def moe_combine(rows: Float[Array, "M D"], weights: Float[Array, "N k"], sorting
         raise ValueError(
             f"weights is {shown(weights)}; it must be [N, k] = [{n}, {k}], floating: weights.reshape(-1, k)"
         )
-    _refuse_explicit("moe_combine", rows=rows, weights=weights)
-    return dispatch.combine(*_varying_alike(rows, weights, sorting))
+    return _run_on_columns("moe_combine", dispatch.combine, rows=rows, weights=weights, sorting=sorting)
 
 
 def moe_load_balance_loss(
@@ -279,15 +279,37 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value > 0)
 
 
-def _refuse_explicit(name: str, **arrays: jax.Array) -> None:
-    """Tokens are sorted as a whole: on Explicit mesh axes that is for the caller to say."""
-    for argument, x in arrays.items():
-        over = tuple(axis for axes in explicit_axes(x) for axis in axes)
+def _refuse_explicit(name: str, *, columns: bool = False, **arrays: jax.Array) -> None:
+    """Tokens are sorted as a whole: on Explicit mesh axes that is for the caller to say.
+
+    `columns`: whether the columns of the first array may be sharded.
+    """
+    for number, (argument, x) in enumerate(arrays.items()):
+        every = explicit_axes(x)
+        over = tuple(axis for axes in (every[:1] if columns and number == 0 else every) for axis in axes)
         if over:
             raise ValueError(
                 f"{name}: {argument} is sharded over {axes_named(over)}, and rows are sorted among all tokens; sort each "
                 f"device's own tokens inside jax.shard_map, as tilewright.layers.MoE does"
             )
+
+
+def _run_on_columns(
+    name: str, function: Callable[..., jax.Array], sorting: ExpertOrder, **arrays: jax.Array
+) -> jax.Array:
+    """`function` of the arrays and the sorting.
+
+    Columns of the first array may be sharded over Explicit mesh axes: each device has the rows of its own columns. A
+    sharding along any other axis is an error.
+    """
+    _refuse_explicit(name, columns=True, **arrays)
+    columns = explicit_axes(next(iter(arrays.values())))[1]
+
+    def run(*given: Any) -> jax.Array:
+        return function(*_varying_alike(*given[: len(arrays)], ExpertOrder(*given[len(arrays) :])))
+
+    leaves = (*arrays.values(), sorting.order, sorting.inverse, sorting.group_sizes)
+    return run_on_parts(run, leaves, P(None, columns)) if columns else run(*leaves)
 
 
 def _varying_alike(*values: Any) -> Any:

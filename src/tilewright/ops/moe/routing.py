@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.call import Static
+from tilewright.core.derivatives import with_derivatives
 from tilewright.core.manual_axes import vary_over, varying_axes
 from tilewright.core.numerics import accumulator
 from tilewright.ops.moe.call import RouteCall
@@ -65,8 +66,7 @@ def _in_best_groups(preference: Float[Array, "*tokens E"], count: int, kept: int
     return masked.reshape(preference.shape)
 
 
-@jax.custom_vjp
-def _taken(logits: Float[Array, "*tokens E"], experts: Int[Array, "*tokens C"]) -> Float[Array, "*tokens C"]:
+def _of_experts(logits: Float[Array, "*tokens E"], experts: Int[Array, "*tokens C"]) -> Float[Array, "*tokens C"]:
     """The logits of the chosen experts.
 
     JAX's gradient of this would scatter. Here it is a sum over the choices, in their order, of arrays as large as the
@@ -76,17 +76,21 @@ def _taken(logits: Float[Array, "*tokens E"], experts: Int[Array, "*tokens C"]) 
 
 
 def _taken_save(logits: jax.Array, experts: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Static]]:
-    return _taken(logits, experts), (experts, Static(logits.shape))
+    return _of_experts(logits, experts), (experts, Static(logits.shape))
 
 
-def _taken_pull_back(saved: tuple[jax.Array, Static], cotangent: jax.Array) -> tuple[jax.Array, None]:
+def _taken_tangent(saved: tuple[jax.Array, Static], tangents: tuple[jax.Array]) -> jax.Array:
+    return _of_experts(tangents[0], saved[0])
+
+
+def _taken_pull_back(saved: tuple[jax.Array, Static], cotangent: jax.Array) -> tuple[jax.Array]:
     experts, shape = saved[0], saved[1].value
     index = jax.lax.broadcasted_iota(experts.dtype, shape, len(shape) - 1)
     gradient = vary_over(jnp.zeros(shape, cotangent.dtype), varying_axes(cotangent))
     for choice in range(experts.shape[-1]):
         own = index == experts[..., choice, None]
         gradient = jnp.where(own, cotangent[..., choice, None], gradient)
-    return gradient, None
+    return (gradient,)
 
 
-_taken.defvjp(_taken_save, _taken_pull_back)
+_taken = with_derivatives(_of_experts, forward=_taken_save, tangent=_taken_tangent, backward=_taken_pull_back)

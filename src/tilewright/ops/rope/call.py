@@ -1,7 +1,7 @@
 """A call of `apply_rope`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
@@ -13,6 +13,7 @@ class RopeCall(Call):
 
     independent = (("B",), ("T",), ("H",))
     outputs = ("B T H D",)
+    arguments: ClassVar[Mapping[str, str]] = {"cos": "tables[0] B T R", "sin": "tables[1] B T R"}
 
     x: Float[Array, "B T H D"] = array(batch=True)
     cos: Float[Array, "#B T R"] = array(batch=True, differentiable=False)

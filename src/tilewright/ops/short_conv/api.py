@@ -4,13 +4,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
-from tilewright.core.partitioning import refuse_explicit
+from tilewright.core.partitioning import axes_named, explicit_axes, placed, refuse_explicit, run_on_parts
 from tilewright.core.segments import checked_cu_seqlens
 from tilewright.core.sequence_shards import of_last, shard_count
 from tilewright.ops.short_conv.call import ShortConvCall
@@ -126,13 +127,30 @@ def _packed(
     cu_seqlens = checked_cu_seqlens(cu_seqlens, x, x.shape[-2], batched=x.ndim == 3)
     shape = (cu_seqlens.shape[0] - 1, w.shape[0] - 1, x.shape[-1])
     _validate_state("initial_state", states, x, shape)
-    states = jnp.zeros(shape, x.dtype) if states is None else states
+    bias = options.pop("bias")
+    rows = x if x.ndim == 3 else x[None]
+    refuse_explicit("short_conv", ShortConvCall, x=rows, w=w, bias=bias)
+    if states is not None and any(axes := explicit_axes(states)[:2]):
+        raise ValueError(
+            f"short_conv: initial_state is sharded over {axes_named(axes[0] + axes[1])} along its axis "
+            f"{'N' if axes[0] else 'W-1'}, of [N, W-1, D], and with cu_seqlens short_conv can be cut along D only; pass "
+            f"jax.sharding.reshard(initial_state, ...) without it"
+        )
+    over = next((axes[-1] for a in (x, w, bias, states) if a is not None and any(axes := explicit_axes(a))), ())
 
-    def run(inputs: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        return short_conv(inputs, w, segment_ids=segment_ids, **options)[0]
+    def run(x: jax.Array, w: jax.Array, bias: jax.Array | None, states: Any, ends: jax.Array) -> tuple[Any, Any]:
+        def convolve(inputs: jax.Array, segment_ids: jax.Array) -> jax.Array:
+            return short_conv(inputs, w, bias=bias, segment_ids=segment_ids, **options)[0]
 
-    y, final = run_packed(run, x.reshape(x.shape[-2:]), states, cu_seqlens)
-    return y.reshape(x.shape), final
+        before = jnp.zeros((*shape[:2], x.shape[-1]), x.dtype) if states is None else states
+        y, final = run_packed(convolve, x.reshape(x.shape[-2:]), before, ends)
+        return y.reshape(x.shape), final
+
+    if not over:
+        return run(x, w, bias, states, cu_seqlens)
+    # Channels are independent: on an Explicit mesh axis each device has the sequences of its own.
+    every = (a if a is None else placed(a, [()] * (a.ndim - 1) + [over]) for a in (x, w, bias, states))
+    return run_on_parts(run, (*every, cu_seqlens), (P(*[None] * (x.ndim - 1), over), P(None, None, over)))
 
 
 def short_conv_step(
@@ -167,10 +185,11 @@ def short_conv_step(
     _validate_state("state", state, x_t, (*x_t.shape[:-1], w.shape[0] - 1, x_t.shape[-1]))
     wide = accumulator(x_t.dtype)
     window = jnp.concatenate([state, x_t[..., None, :]], axis=-2)  # [B, W, D]
-    filters = jnp.broadcast_to(w.astype(wide), window.shape)
+    # Axes of 1, which JAX broadcasts: under Explicit mesh axes it would gather what a `broadcast_to` is summed over.
+    filters = w.astype(wide) if x_t.ndim == 1 else w.astype(wide)[None]  # [1, W, D]
     y = jnp.sum(window.astype(wide) * filters, axis=-2)  # [B, D]
     if bias is not None:
-        y = y + jnp.broadcast_to(bias.astype(wide), y.shape)
+        y = y + (bias.astype(wide) if x_t.ndim == 1 else bias.astype(wide)[None])
     if activation == "silu":
         y = jax.nn.silu(y)
     return y.astype(x_t.dtype), window[..., 1:, :]

@@ -1,7 +1,7 @@
 """A call of `short_conv`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Float, Int
 
@@ -17,6 +17,8 @@ class ShortConvCall(Call):
 
     independent = (("B",), ("D",))
     outputs = ("B T D", "B W-1 D")
+    arguments: ClassVar[Mapping[str, str]] = {"state": "initial_state B W-1 D", "reach": "segment_ids B T"}
+    exchanged = ("T",)
 
     x: Float[Array, "B T D"] = array(batch=True)
     w: Float[Array, "W D"] = array()

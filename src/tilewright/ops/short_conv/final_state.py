@@ -9,7 +9,7 @@ from tilewright.ops.short_conv.call import ShortConvCall
 def final_state(call: ShortConvCall) -> jax.Array:
     """The last W-1 inputs [B, W-1, D], with zeros for those that the last token does not reach."""
     x, keep = call.x, call.w.shape[0] - 1
-    if x.shape[1] >= keep:
+    if isinstance(x.shape[1], int) and x.shape[1] >= keep:  # It may be symbolic (`jax.export`).
         last = x[:, x.shape[1] - keep :]
     else:
         before = jnp.zeros((x.shape[0], keep, x.shape[2]), x.dtype) if call.state is None else call.state

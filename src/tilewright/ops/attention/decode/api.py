@@ -184,7 +184,7 @@ def _queries(q: Any) -> jax.Array:
 def _validate(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, window: Any, scale: Any, soft_cap: Any
 ) -> None:
-    if q.ndim == 4 and q.shape[1] > _MOST_QUERIES:
+    if q.ndim == 4 and isinstance(q.shape[1], int) and q.shape[1] > _MOST_QUERIES:  # It may be symbolic (`jax.export`).
         raise ValueError(
             f"q has T={q.shape[1]} queries per sequence; decoding takes {_MOST_QUERIES} at most: use flash_attention for "
             f"whole sequences"

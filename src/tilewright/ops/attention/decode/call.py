@@ -1,11 +1,12 @@
 """Calls of `decode_attention` and `paged_attention`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tilewright.core.axes import Size
 from tilewright.core.call import Call, array, option, power_of_two
 
 
@@ -30,12 +31,12 @@ class DecodeCall(Call):
     soft_cap: float | None = option()
 
     @property
-    def page(self) -> int | None:
+    def page(self) -> Size | None:
         """Keys per page; None where the cache of a sequence is in one piece."""
         return None if self.page_table is None else self.k.shape[1]
 
     @property
-    def room(self) -> int:
+    def room(self) -> Size:
         """Keys that the cache of a sequence has room for."""
         return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
@@ -64,6 +65,8 @@ class DecodeCall(Call):
 
 class PagedCall(DecodeCall):
     """`DecodeCall` over a pool of pages that the sequences share: key s is in page `page_table[b, s // page]`."""
+
+    arguments: ClassVar[Mapping[str, str]] = {"k": "k_pages P page KV D", "v": "v_pages P page KV Dv"}
 
     k: Float[Array, "P page KV D"] = array()
     v: Float[Array, "P page KV Dv"] = array()

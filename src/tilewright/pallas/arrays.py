@@ -13,15 +13,12 @@ def padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
 
 
-def dot_f32(
-    a: jax.Array, b: jax.Array, contract: tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]]
-) -> jax.Array:
-    """a and b contracted over one or several axes; accumulated in float32, and multiplied in float32 where they are."""
-    of_a, of_b = ((axes,) if isinstance(axes, int) else axes for axes in contract)
+def dot_f32(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """a and b contracted over one axis each; accumulated in float32, and multiplied in float32 where they are."""
     return jax.lax.dot_general(
         a,
         b,
-        ((of_a, of_b), ((), ())),
+        (((contract[0],), (contract[1],)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )

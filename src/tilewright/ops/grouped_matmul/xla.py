@@ -2,7 +2,8 @@
 
 A step takes block_m rows and the matrix of their group, so the FLOPs are those of M + G block_m rows at most, and no
 array has a size of M times G. Parts and columns stay two axes, so that the compiler can keep w [G, K, P, N] cut along
-N. The gradient of w is accumulated in float32 in the order of the rows: the same bits in every run.
+N; each part is a product of its own (CPUs have no bfloat16 product with an axis more). The gradient of w is accumulated
+in float32 in the order of the rows: the same bits in every run.
 
 Quantised operands: as in ops/matmul/xla.py. Scales per column are multiplied to the result; weights with scales along K
 are dequantised to x's dtype, which rounds each once. Two quantised operands are dequantised to float32: exact, and slow.
@@ -68,10 +69,12 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
 
     def step(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         group, rows = block
-        z = dot_f32(_taken(x, rows), w[group], (1, 0))  # [block_m, P, N]
-        z = z if scales is None else z * scales[group]
-        y = activate(call.activation, tuple(z[:, part] for part in range(call.parts))).astype(call.out_dtype)
-        return None, (y, z.astype(saved_dtype(call)) if save and call.activation else None)
+        own = _taken(x, rows)
+        z = tuple(dot_f32(own, w[group, :, part], (1, 0)) for part in range(call.parts))  # each [block_m, N]
+        if scales is not None:
+            z = tuple(each * scales[group, :, part] for part, each in enumerate(z))
+        y = activate(call.activation, z).astype(call.out_dtype)
+        return None, (y, jnp.stack(z, axis=1).astype(saved_dtype(call)) if save and call.activation else None)
 
     _, (y, z) = jax.lax.scan(step, None, (blocks.group, blocks.rows))
     y = _of_rows(blocks, y) + poison(call.group_sizes, m).astype(call.out_dtype)
@@ -94,8 +97,10 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
         group, rows = block
         own = _taken(dz, rows)
         if dw is not None:
-            dw = dw.at[group].add(dot_f32(_taken(call.x, rows), own, (0, 0)))
-        return dw, dot_f32(own, w[group], ((1, 2), (1, 2))).astype(call.x.dtype)
+            x = _taken(call.x, rows)
+            dw = dw.at[group].add(jnp.stack([dot_f32(x, own[:, part], (0, 0)) for part in range(call.parts)], axis=1))
+        dx = sum(dot_f32(own[:, part], w[group, :, part], (1, 1)) for part in range(call.parts))
+        return dw, jnp.asarray(dx).astype(call.x.dtype)
 
     dw, dx = jax.lax.scan(step, jnp.zeros(w.shape, jnp.float32) if trains else None, (blocks.group, blocks.rows))
     dx = _of_rows(blocks, dx)

@@ -329,6 +329,29 @@ def test_any_shape_through_many_blocks(op: str, implementation: str, t, heads, k
 
 
 @pytest.mark.slow
+def test_mild_and_strong_chunks_are_worked_on_together() -> None:
+    """kda's TPU kernels take two chunks at a time, of which one may have strong gates, and compute that one again."""
+    arrays = draw("kda", 130)
+    arrays["g"] = arrays["g"].at[:, 64:128].add(-5.0)
+    weights = jax.random.normal(jax.random.key(1), arrays["v"].shape, jnp.bfloat16).astype(jnp.float32)
+    narrow = {name: x.astype(jnp.bfloat16) if name in ("q", "k", "v") else x for name, x in arrays.items()}
+    config = (DeltaRuleTpuForward(block_chunks=2, heads=2, interleave=2), DeltaRuleTpuBackward(2, 2))
+
+    def gradients(given, implementation: str, config):
+        def loss(given):
+            o, state = find_op("kda").function(**given, implementation=implementation, config=config)
+            return jnp.sum(o.astype(jnp.float32) * weights) + jnp.sum(state)
+
+        with able_to_run(implementation, plain=True):
+            return jax.jit(jax.grad(loss))(given)
+
+    got = gradients(narrow, "pallas_tpu", config)
+    want = gradients({name: x.astype(jnp.float32) for name, x in narrow.items()}, "xla", None)
+    for name in arrays:
+        close(got[name].astype(jnp.float32), want[name], 1e-4 if name in ("g", "beta", "initial_state") else 2**-8)
+
+
+@pytest.mark.slow
 def test_wide_heads_in_the_kernel() -> None:
     arrays = draw("gated_delta_rule", 20, hv=1, k=256, v=256)
     o, state = run("gated_delta_rule", arrays, "pallas_tpu")
@@ -468,7 +491,7 @@ def test_gates_refuse_by_argument() -> None:
         (lambda: DeltaRuleTpuForward(block_chunks=0), r"block_chunks=0 must be a positive integer; use 8"),
         (lambda: DeltaRuleTpuForward(interleave=0), r"interleave=0 must be a positive integer; use 4"),
         (lambda: DeltaRuleTpuBackward(heads=0), r"heads=0 must be a positive integer; use 4"),
-        (lambda: DeltaRuleTpuBackward(side_by_side=0), r"side_by_side=0 must be a positive integer; use 2"),
+        (lambda: DeltaRuleTpuBackward(interleave=0), r"interleave=0 must be a positive integer; use 2"),
         (lambda: DeltaRuleXlaForward(chunk=1), r"chunk=1 must be a power of two, at least 2; use 64"),
         (lambda: DeltaRuleXlaForward(block_chunks=-1), r"block_chunks=-1 must be a positive integer; use 16"),
     ],

@@ -44,21 +44,22 @@ class DeltaRuleTpuForward(Config):
 
 
 class DeltaRuleTpuBackward(Config):
-    """Value heads per block, and the most of those that lie side by side.
+    """Value heads per block, and the chunks whose work is interleaved.
 
-    Chunks and blocks of tokens are the forward's, which saved one state per block. More heads side by side than 2 would
-    quadruple products of which only the diagonal blocks are used.
+    Blocks of tokens are the forward's, which saved one state per block. `interleave` is what it is in
+    `DeltaRuleTpuForward`, for what the backward recomputes. Gradients have no long chains of products, and those of at
+    most two chunks are interleaved.
     """
 
-    choices = search_over(heads=(1, 2, 4, 8), side_by_side=(1, 2))
-    memory_fields = ("heads", "side_by_side")
+    choices = search_over(heads=(1, 2, 4, 8), interleave=(1, 2, 4))
+    memory_fields = ("heads", "interleave")
 
     heads: int = 4
-    side_by_side: int = 2
+    interleave: int = 2
 
     def __post_init__(self) -> None:
         self.check_integers("heads", use=4)
-        self.check_integers("side_by_side", use=2)
+        self.check_integers("interleave", use=2)
 
 
 SM90_TILE = 64

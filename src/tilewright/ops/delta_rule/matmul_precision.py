@@ -33,51 +33,40 @@ class MatmulPrecision(enum.Enum):
     BF16X3 = "as up to three products of bfloat16, concatenated along the contracted axis"
 
 
-def _dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str = "") -> jax.Array:
-    """The product of two matrices, by `form`. `narrow` names what holds bfloat16 values where the inputs are bfloat16:
-    any of the letters a, b, and d for the gradient of the result.
-    """
-    return _product(a, b, form, precision, "a" in narrow, "b" in narrow)
+def _dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision) -> jax.Array:
+    """The product of two matrices, by `form`."""
+    return multiply(split(a, precision), split(b, precision), form, precision)
 
 
-def _dot_forward(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, narrow: str) -> tuple[Any, Any]:
-    return dot(a, b, form, precision, narrow), (a, b)
+def _dot_forward(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision) -> tuple[Any, Any]:
+    return dot(a, b, form, precision), (a, b)
 
 
-def _dot_tangent(form: Form, precision: MatmulPrecision, narrow: str, saved: Any, tangents: Any) -> jax.Array:
+def _dot_tangent(form: Form, precision: MatmulPrecision, saved: Any, tangents: Any) -> jax.Array:
     (a, b), (t_a, t_b) = saved, tangents
-    return dot(t_a, b, form, precision, narrow.replace("a", "")) + dot(a, t_b, form, precision, narrow.replace("b", ""))
+    return dot(t_a, b, form, precision) + dot(a, t_b, form, precision)
 
 
-def _dot_backward(
-    form: Form, precision: MatmulPrecision, narrow: str, saved: Any, d: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _dot_backward(form: Form, precision: MatmulPrecision, saved: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, b = saved
-    a_is, b_is, d_is = (letter in narrow for letter in "abd")
     if form == "nn":
-        return _product(d, b, "nt", precision, d_is, b_is), _product(a, d, "tn", precision, a_is, d_is)
+        return _dot(d, b, "nt", precision), _dot(a, d, "tn", precision)
     if form == "nt":
-        return _product(d, b, "nn", precision, d_is, b_is), _product(d, a, "tn", precision, d_is, a_is)
-    return _product(b, d, "nt", precision, b_is, d_is), _product(a, d, "nn", precision, a_is, d_is)
+        return _dot(d, b, "nn", precision), _dot(d, a, "tn", precision)
+    return _dot(b, d, "nt", precision), _dot(a, d, "nn", precision)
 
 
 dot = with_derivatives(
-    _dot, forward=_dot_forward, tangent=_dot_tangent, backward=_dot_backward, differentiable=2, static_argnums=(2, 3, 4)
+    _dot, forward=_dot_forward, tangent=_dot_tangent, backward=_dot_backward, differentiable=2, static_argnums=(2, 3)
 )
 
 
-def _product(
-    a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision, a_narrow: bool, b_narrow: bool
-) -> jax.Array:
-    return multiply(split(a, precision, a_narrow), split(b, precision, b_narrow), form, precision)
-
-
-def split(x: jax.Array, precision: MatmulPrecision, narrow: bool = False) -> tuple[jax.Array, ...]:
+def split(x: jax.Array, precision: MatmulPrecision) -> tuple[jax.Array, ...]:
     """The terms whose sum stands for x in a product: x itself, or hi and lo."""
     if precision is not MatmulPrecision.BF16X3:
         return (x,)
     hi = x.astype(jnp.bfloat16)
-    if narrow or x.dtype == jnp.bfloat16:
+    if x.dtype == jnp.bfloat16:
         return (hi,)
     return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
 

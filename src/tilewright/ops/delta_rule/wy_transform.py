@@ -1,5 +1,5 @@
-"""One chunk of C tokens of the recurrence as matrix products (the WY / UT transform), as `xla` and `pallas_tpu` share
-it.
+"""One chunk of C tokens of the recurrence as matrix products (the WY / UT transform), as `xla` has it. The kernels of
+`pallas_tpu` have the same algebra in another form (pallas_tpu/intra_chunk.py).
 
 Let seg_ij = sum of g over j < t <= i, the log of the decay at i of what was written at j, and decay_ij = exp(seg_ij)
 for i >= j, else 0. With the state S before the chunk, for n heads side by side:
@@ -23,12 +23,10 @@ only tokens of segment 0 see S, and S' belongs to the last segment.
 
 (I + L)^-1 is built from inverses of diagonal blocks, doubling their size: [[A, 0], [B, D]]^-1 has -D^-1 B A^-1 below
 the diagonal. The Neumann series (I - L)(I + L^2)(I + L^4)... is shorter and wrong: with similar keys the powers of L
-grow as binomial coefficients, 1e18 for 64 tokens, and cancel. The gradient does not go through the inverse: U = (I +
-L)^-1 R has dR = (I + L)^-T dU and dL = -dR U^T.
+grow as binomial coefficients, 1e18 for 64 tokens, and cancel.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +37,6 @@ import numpy as np
 from tilewright.core.chip import LANES
 from tilewright.core.derivatives import with_derivatives
 from tilewright.ops.delta_rule.matmul_precision import Form, MatmulPrecision, dot, multiply, split
-
-Roll = Callable[[jax.Array, int, int], jax.Array]
 
 _SUBSTITUTED = 8  # Tokens whose inverse is computed by substitution: the sublanes of a float32 tile.
 _LOG_ZERO = -1e30  # Its exponential is 0.
@@ -164,21 +160,19 @@ def _of_head(x: jax.Array, head: int, n: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens of a chunk, n heads side by side, in float32. Where no gradient is taken, q, k and v may be narrower."""
+    """The tokens of a chunk, n heads side by side, in float32."""
 
     q: Any  # [C, n K]
     k: Any  # [C, n K]
-    v: Any  # [C, n V]
     beta: Any  # [C, n]
     g: Any  # [C, n K] for one gate per channel, [1, n C] for one gate per head, None for no gate
     gates: Gates | None  # For one gate per head.
     segments: Segments | None
     mask: Masks
     precision: MatmulPrecision
-    scale: float = 1.0
 
-    def dot(self, a: jax.Array, b: jax.Array, form: Form, narrow: str = "") -> jax.Array:
-        return dot(a, b, form, self.precision, narrow)
+    def dot(self, a: jax.Array, b: jax.Array, form: Form) -> jax.Array:
+        return dot(a, b, form, self.precision)
 
     @property
     def triangles(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -258,7 +252,7 @@ def _head_decay_tangent(precision: MatmulPrecision, saved: Any, tangents: Any) -
         return jnp.concatenate([jnp.sum(_of_head(x, h, n), axis=1, keepdims=True) for h in range(n)], axis=1)  # [C, n]
 
     upto, after = jnp.where(seen > 0, t_g, 0.0), jnp.where(seen > 0, 0.0, t_g)  # [C, n C]: of t <= i, and of t > i
-    between = dot(upto, block_diagonal(before, n, own), "nn", precision, "b")  # [C, n C]: the sum over j < t <= i
+    between = dot(upto, block_diagonal(before, n, own), "nn", precision)  # [C, n C]: the sum over j < t <= i
     return pairs * between, into * sums(upto), onward * sums(after), across * sums(t_g)
 
 
@@ -268,7 +262,7 @@ def _head_decay_backward(precision: MatmulPrecision, saved: Any, d_decay: Any) -
     c, n = into.shape
     strictly = pairs * d_pairs * before  # [C, n C]
     ones = block_diagonal(before, n, own)
-    of_pairs = dot(strictly, ones, "nt", precision, "b")  # [C, n C]: for row i, the sum over j < t
+    of_pairs = dot(strictly, ones, "nt", precision)  # [C, n C]: for row i, the sum over j < t
     of_into = spread(into * d_into, c)
     of_onward = spread(onward * d_onward, c)
     each = jnp.where(seen > 0, of_pairs + of_into, of_onward)  # i >= t
@@ -297,7 +291,7 @@ def channel_scores(
     of_q = spread(own, c) * (mask.seen - mask.before)
     of_k = jnp.zeros_like(of_q)
     for reach, half in zip(mask.reach, mask.halves, strict=True):
-        left = jnp.exp(dot(reach, g, "nn", precision, "a"))  # [C, n K]
+        left = jnp.exp(dot(reach, g, "nn", precision))  # [C, n K]
         k_left = k * left
         rows = jnp.concatenate([q * left, k_left], axis=0)  # [2 C, n K]
         both = dot(rows, block_diagonal(k_left, n, mask.own), "nt", precision)  # [2 C, n C]
@@ -309,15 +303,13 @@ def channel_scores(
 # Every gate.
 
 
-def inverses(
-    lowers: list[jax.Array], mask: Masks, n: int, precision: MatmulPrecision, roll: Roll = jnp.roll
-) -> list[jax.Array]:
+def inverses(lowers: list[jax.Array], mask: Masks, n: int, precision: MatmulPrecision) -> list[jax.Array]:
     """(I + L)^-1 of strictly lower triangular L, n of them side by side in each [C, n C].
 
     All of them advance together, level by level: each is a chain of products, and the chains hide each other's latency.
     """
     c = lowers[0].shape[0]
-    found = [_small_inverses(lower, mask, roll) for lower in lowers]
+    found = [_small_inverses(lower, mask) for lower in lowers]
     for level, half in reversed([*enumerate(halvings(c))]):
         if half < _SUBSTITUTED:
             continue
@@ -339,7 +331,7 @@ def inverses(
     return found
 
 
-def _small_inverses(lower: jax.Array, mask: Masks, roll: Roll) -> jax.Array:
+def _small_inverses(lower: jax.Array, mask: Masks) -> jax.Array:
     """The inverses of the diagonal blocks of 8, in place: [C, n C], zero elsewhere.
 
     All of them fit one [8, n C] array, each in its own columns, and one substitution inverts them all: row j times
@@ -352,110 +344,21 @@ def _small_inverses(lower: jax.Array, mask: Masks, roll: Roll) -> jax.Array:
     for j in range(_SUBSTITUTED - 1):
         column = jnp.where(place == j, compact, 0.0)
         # Broadcast over the 8 columns of its block: moved to the first of them, then copied from there.
-        column = roll(column, width - j, 1) if j else column
+        column = jnp.roll(column, width - j, 1) if j else column
         for distance in (1, 2, 4):
-            column = column + roll(column, distance, 1)
+            column = column + jnp.roll(column, distance, 1)
         x = x - column * jnp.broadcast_to(x[j : j + 1], x.shape)
     return (x[None] * mask.small).reshape(c, width)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def solve(
-    lower: jax.Array, inverted: jax.Array, r: jax.Array, triangles: Any, n: int, precision: MatmulPrecision
-) -> jax.Array:
-    """U [C, n V] with (I + L) U = R, given the inverse. Gradients go to L and R."""
-    del lower
-    return dot(inverted, block_diagonal(r, n, triangles[2]), "nn", precision)
-
-
-def _solve_forward(
-    lower: jax.Array, inverted: jax.Array, r: jax.Array, triangles: Any, n: int, precision: MatmulPrecision
-) -> tuple[Any, Any]:
-    u = solve(lower, inverted, r, triangles, n, precision)
-    return u, (inverted, u, triangles)
-
-
-def _solve_backward(
-    n: int, precision: MatmulPrecision, saved: Any, d_u: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    inverted, u, (seen, before, own) = saved
-    c = u.shape[0]
-    crossed = dot(inverted, d_u, "tn", precision)  # [n C, n V]; only the diagonal blocks are used
-    d_r = jnp.concatenate([_of_head(crossed[h * c : (h + 1) * c], h, n) for h in range(n)], axis=1)  # [C, n V]
-    d_lower = -dot(d_r, block_diagonal(u, n, own), "nt", precision) * before  # [C, n C]
-    return d_lower, jnp.zeros_like(inverted), d_r, jax.tree.map(jnp.zeros_like, (seen, before, own))
-
-
-solve.defvjp(_solve_forward, _solve_backward)
-
-
-def scores(chunk: Chunk, decay: Decay | None) -> tuple[jax.Array, jax.Array]:
-    """M and L of a chunk, each [C, n C]."""
-    q, k, (c, n), mask = chunk.q, chunk.k, chunk.beta.shape, chunk.mask
-    if decay is not None:
-        both = chunk.dot(jnp.concatenate([q, k], axis=0), block_diagonal(k, n, mask.own), "nt", "ab")  # [2 C, n C]
-        of_q, of_k = both[:c] * decay.pairs, both[c:] * decay.pairs
-    else:
-        of_q, of_k = channel_scores(q, k, chunk.g, mask, n, chunk.precision)
-        if chunk.segments is not None:
-            same = same_segment(chunk.segments)
-            of_q, of_k = jnp.where(same, of_q, 0.0), jnp.where(same, of_k, 0.0)
-    return chunk.scale * of_q, spread(chunk.beta, c) * of_k * mask.before
-
-
-def advance(
-    states: tuple[jax.Array, ...],
-    chunk: Chunk,
-    decay: Decay | None,
-    read: jax.Array | None,
-    erase: jax.Array,
-    inverted: jax.Array,
-) -> tuple[Any, tuple[jax.Array, ...]]:
-    """The outputs [C, n V] and the states after the chunk, from the n states [K, V] before it, M, L and (I + L)^-1.
-
-    Without M (`read`) there are no outputs.
-    """
-    c, n = chunk.beta.shape
-    width = chunk.v.shape[1] // n
-    q, k, written, narrow = chunk.q, chunk.k, chunk.k, "a"
-    across: list[Any] = [None] * n
-    if decay is None:
-        q, k, written, across = channel_passage(chunk, width)
-        narrow = ""
-    elif decay.across is not None:
-        across = [decay.across[:, h : h + 1] for h in range(n)]
-
-    rows = k if read is None else jnp.concatenate([q, k], axis=0)  # [C or 2 C, n K]
-    # [C or 2 C, n V]
-    found = jnp.concatenate([chunk.dot(_of_head(rows, h, n), states[h], "nn", narrow) for h in range(n)], axis=1)
-    of_k = found[-c:]
-    if decay is not None and decay.into is not None:
-        of_k = spread(decay.into, width) * of_k
-    residual = spread(chunk.beta, width) * (chunk.v.astype(of_k.dtype) - of_k)
-    u = solve(erase, inverted, residual, chunk.triangles, n, chunk.precision)  # [C, n V]
-    o = None
-    if read is not None:
-        of_q = chunk.scale * found[:c]
-        if decay is not None and decay.into is not None:
-            of_q = spread(decay.into, width) * of_q
-        o = of_q + chunk.dot(read, block_diagonal(u, n, chunk.mask.own), "nn", "d")
-    if decay is not None and decay.onward is not None:
-        u = spread(decay.onward, width) * u
-    after = []
-    for h, (state, factor) in enumerate(zip(states, across, strict=True)):
-        update = chunk.dot(_of_head(written, h, n), _of_head(u, h, n), "tn", narrow)  # [K, V]
-        after.append((state if factor is None else factor * state) + update)
-    return o, tuple(after)
 
 
 def channel_passage(chunk: Chunk, width: int) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
     """For one gate per channel: q and k as they read the state before, k as it writes the one after, and `across`."""
     (c, n), g = chunk.beta.shape, chunk.g
-    into = jnp.exp(chunk.dot(chunk.mask.upto, g, "nn", "a"))  # [C, n K]
-    onward = jnp.exp(chunk.dot(chunk.mask.after, g, "nn", "a"))  # [C, n K]
+    into = jnp.exp(chunk.dot(chunk.mask.upto, g, "nn"))  # [C, n K]
+    onward = jnp.exp(chunk.dot(chunk.mask.after, g, "nn"))  # [C, n K]
     every = jnp.ones((c, width), g.dtype)
     # Each [K, V], equal along V.
-    across = [jnp.exp(chunk.dot(_of_head(g, h, n), every, "tn", "b")) for h in range(n)]
+    across = [jnp.exp(chunk.dot(_of_head(g, h, n), every, "tn")) for h in range(n)]
     if chunk.segments is not None:
         last = chunk.segments.column[c - 1 :, :]  # [1, 1]
         into = jnp.where(chunk.segments.column == 0, into, 0.0)

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tilewright.core.axes import Size
 from tilewright.core.call import Static, power_of_two
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Implementation, Launch, Pass
@@ -104,7 +105,7 @@ def _blocks(x: jax.Array, config: DeltaRuleXlaForward) -> jax.Array:
     return jnp.moveaxis(x.reshape(b, num_blocks, tokens, *x.shape[2:]), 1, 0)
 
 
-def _unblock(x: jax.Array, t: int) -> jax.Array:
+def _unblock(x: jax.Array, t: Size) -> jax.Array:
     """The inverse of `_blocks`."""
     num, b, tokens = x.shape[:3]
     return jnp.moveaxis(x, 0, 1).reshape(b, num * tokens, *x.shape[3:])[:, :t]
@@ -163,7 +164,7 @@ def _chunk_operands(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, precision
         coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), sums)
         gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
         g = g[None, :]
-    chunk = Chunk(q, k, None, beta[:, None], g, gates, segments, mask, precision)
+    chunk = Chunk(q, k, beta[:, None], g, gates, segments, mask, precision)
     decay = chunk.decay
     # The barrier: laid out once, and not again for each product that reads it.
     reads, writes, across = jax.lax.optimization_barrier(jnp.concatenate([q, k], axis=0)), beta[:, None] * k, None

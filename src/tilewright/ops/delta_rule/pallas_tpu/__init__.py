@@ -1,14 +1,14 @@
 """The delta rule and its relatives as Mosaic TPU kernels: one for the forward (fwd.py, intra_chunk.py) and one for the
-backward (bwd.py).
+backward (bwd.py, gradients.py).
 
-The algebra of a chunk is that of wy_transform.py; the forward has it in another form, which intra_chunk.py describes.
-One kernel serves the three ops. Only the op that has a gate pays for it: without a gate the decays of a head are a mask,
-and only one gate per channel (KDA) scales operands. In the forward a reset is a gate of -16384, which forgets
-everything: resets take no code of their own, and give `delta_rule` a gate.
+The algebra of a chunk is that of wy_transform.py in another form, which intra_chunk.py and gradients.py describe. One
+kernel serves the three ops. Only the op that has a gate pays for it: without a gate the decays of a head are a mask, and
+only one gate per channel (KDA) scales operands. A reset is a gate of -16384, which forgets everything: resets take no
+code of their own, and give `delta_rule` a gate.
 
 Floor: q, k, v, g and beta read once, o written once: 8 D bytes per token and head in bfloat16 for K = V = D (KDA: 4 D
 more). The forward: that, and a row of 128 numbers per chunk and two heads, for beta and for one gate per head each. The
-backward also reads gates as columns (512 bytes per token for the heads of a block: they are padded to whole lanes).
+backward has the same rows; bwd.py has its floor.
 FLOPs per token and head: 2 C (2 K + 2 V) inside a chunk of C = 64 tokens, 6 K V for the state, and the inverse.
 
 Blocking: grid (B, HV / heads, num_t), the first two in parallel, time in order. A block is 8 chunks of up to 4 heads.
@@ -38,10 +38,17 @@ With bfloat16 inputs a product of float32 operands is a bf16x3 product, hi*hi + 
 Limits: K and V are padded to multiples of 128. VMEM bounds the heads and chunks of a block. A block of heads that is not
 a multiple of 4 computes inverses of zeros, unless several chunks are interleaved.
 
-What bounds it, by libtpu 0.0.50.1's schedule for a v6e (K = V = 128, bfloat16): KDA takes 405 bundles per chunk and head
-with mild gates and 873 with strong ones, 3.75 and 8.1 times what its bytes take; 163 of them are the state passage. One
-gate per head takes 322, 4.4 times what its bytes take, and 290 with eight chunks interleaved, which compiles for longer.
-The MXUs are busy for 42 to 47 % of them, and the VALUs for 42 to 45 %. docs/measurements has the other figures.
+The backward has four loops over the chunks of a block. The first two are the forward's, with T kept and U in place of
+outputs. The third takes the gradient of the state back, transposed, and with it computes all products that need a state
+or its gradient. The fourth turns what these leave into the gradients of q, k, beta and the gates. The first and the
+fourth are repeated where gates are strong.
+
+What bounds them, by libtpu 0.0.50.1's schedule for a v6e (K = V = 128, bfloat16): KDA's forward takes 405 bundles per
+chunk and head with mild gates and 873 with strong ones, 3.75 and 8.1 times what its bytes take; 163 of them are the state
+passage. One gate per head takes 322, 4.4 times what its bytes take, and 290 with eight chunks interleaved, which compiles
+for longer. The MXUs are busy for 42 to 47 % of them, and the VALUs for 42 to 45 %. The backward takes 906 for KDA (2,971
+with strong gates) and 790 for one gate per head: with the forward 4.4 (12.8) and 5.7 times what the bytes of both take.
+docs/measurements has the other figures.
 
 Tried, in bundles per chunk and head by the same schedule (one gate per head, in the forward that this one replaced, which
 took 582 at last):
@@ -57,6 +64,15 @@ Prototypes of this design (KDA, which took 1,317 before):
 - the state passage beside the first loop of the next chunks, through buffers whose slots are data: 355, where one after
   the other was 300;
 - the two loops as two kernels: moves 177 KB more per chunk and head, where all else moves 98.
+The backward, in bundles per chunk and head:
+- `jax.vjp` of wy_transform.py's algebra, traced in the kernel, two heads side by side: 3,850 for KDA, 1,358 for one gate
+  per head;
+- four chunks interleaved in the first loop instead of two: 734 instead of 790 for one gate per head, and it compiles for
+  longer;
+- the scores of strong gates unrolled, as the forward has them, instead of a loop over the halvings: 703 instead of 787, and
+  1,400 bundles more of code;
+- the gradient of KDA's gates with the pairs of a token with itself, which cancel: the error is 5.1e-5 instead of 2.1e-5
+  where gates are just mild.
 """
 
 from tilewright.core.implementation import Implementation

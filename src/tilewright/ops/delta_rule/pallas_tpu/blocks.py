@@ -4,12 +4,10 @@ Heads lie side by side in the lanes: [B, T, H K], as the output of a projection 
 block of [B, T, H, K] itself would have one head in its second-last axis, which a tile does not allow. K and V are
 padded to whole lanes, and T to whole blocks.
 
-Scalars per token and head come in two layouts. `columns` [B, groups, T, *] has a lane for each: beta, the sums of the
-two parts of the gate, and the segment, to scale rows with. `rows` [B, groups, num_t, block_chunks, 1, *] has a row for
-each chunk: the sums and the segment again, to take differences with. A group is the heads of one block.
+Scalars per token and head, which are beta and one gate per head, are rows of 128 numbers: a chunk of two heads, in the
+order of the lanes that intra_chunk.py describes. A group is the heads of one block.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,28 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.chip import LANES
 from tilewright.core.implementation import Launch
-from tilewright.ops.delta_rule.call import DeltaRuleCall
-from tilewright.ops.delta_rule.gates import LOWEST_GATE, coarse_and_fine
+from tilewright.ops.delta_rule.call import DeltaRuleCall, GateKind
+from tilewright.ops.delta_rule.gates import LOWEST_GATE
 from tilewright.ops.delta_rule.matmul_precision import MatmulPrecision
-from tilewright.ops.delta_rule.wy_transform import (
-    Chunk,
-    Gates,
-    Masks,
-    Segments,
-    advance,
-    inverses,
-    masks,
-    scores,
-)
+from tilewright.ops.delta_rule.pallas_tpu.intra_chunk import CHUNK, PAIR
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, not_float64
-
-_FLOAT32_BYTES = 4
-# Arrays of a pair of heads, [C, 2 K] or [C, 2 V], that the algebra of a chunk keeps in VMEM beside blocks and scratch.
-_TEMPORARIES = 32
 
 Order = Callable[[Any], Any]
 """Maps the step of the last grid axis to the block of tokens that it processes."""
@@ -67,12 +51,9 @@ class Layout:
     """Sizes, and where everything is: all that a kernel knows when it is traced."""
 
     call: DeltaRuleCall
-    chunk: int
     block_chunks: int
     heads: int
     """Value heads per block."""
-    side_by_side: int
-    """The most heads that go through their products side by side."""
 
     @property
     def b(self) -> int:
@@ -97,16 +78,27 @@ class Layout:
         return _whole_lanes(self.call.v.shape[3])
 
     @property
-    def packed(self) -> bool:
-        return self.call.resets is not None
+    def gate(self) -> GateKind:
+        """A reset is a gate that forgets everything, so a call that has resets has a gate."""
+        return "head" if self.call.resets is not None and self.call.gate == "none" else self.call.gate
 
     @property
     def precision(self) -> MatmulPrecision:
         return MatmulPrecision.BF16X3 if self.call.q.dtype == jnp.bfloat16 else MatmulPrecision.FLOAT32
 
     @property
+    def terms(self) -> int:
+        """The terms of a float32 operand."""
+        return 2 if self.precision is MatmulPrecision.BF16X3 else 1
+
+    @property
+    def rounds_only(self) -> bool:
+        """KDA in float32: a difference of two sums of gates is not exact enough, so every gate counts as strong."""
+        return self.gate == "channel" and self.precision is MatmulPrecision.FLOAT32
+
+    @property
     def block_t(self) -> int:
-        return self.chunk * self.block_chunks
+        return CHUNK * self.block_chunks
 
     @property
     def num_t(self) -> int:
@@ -132,10 +124,10 @@ class Layout:
         return max(1, self.heads // self.shared)
 
     @property
-    def packs(self) -> tuple[tuple[int, ...], ...]:
-        """The heads of a block, as many side by side as divide them: 1, 2 or 4."""
-        n = max(n for n in (1, 2, 4) if n <= self.side_by_side and self.heads % n == 0)
-        return tuple(tuple(range(first, first + n)) for first in range(0, self.heads, n))
+    def pairs(self) -> tuple[tuple[int, ...], ...]:
+        """The heads of a block, two at a time; the last alone if they are odd."""
+        heads = range(self.heads)
+        return tuple(tuple(heads[first : first + PAIR]) for first in heads[::PAIR])
 
     @property
     def grid(self) -> dict[str, Axis]:
@@ -148,13 +140,8 @@ class Layout:
     @property
     def flops(self) -> int:
         """The FLOPs of the forward pass."""
-        inside = self.chunk * (3 * self.depth + 2 * self.width)
+        inside = CHUNK * (3 * self.depth + 2 * self.width)
         return self.b * self.t * self.hv * 2 * (inside + 3 * self.depth * self.width)
-
-    def vmem_bytes(self, kernel: Kernel) -> int:
-        """An estimate of the VMEM that a kernel of this layout needs."""
-        work = _TEMPORARIES * self.chunk * 2 * max(self.depth, self.width) * _FLOAT32_BYTES
-        return kernel.vmem_bytes(temporaries=work)
 
     def sequence_blocks(self, order: Order = lambda t: t) -> dict[str, Block | None]:
         """q, k, v and one gate per channel, with what a grid step (batch, group, step) sees of them."""
@@ -171,28 +158,18 @@ class Layout:
             "g": self.token_block(self.depth, jnp.float32, order) if self.call.gate == "channel" else None,
         }
 
-    def input_blocks(self, order: Order = lambda t: t) -> dict[str, Block | None]:
-        """The inputs that the backward kernel shares with the forward pass."""
-        columns = Block((1, 1, self.block_t, self.num_columns), jnp.float32, lambda i, j, t: (i, j, order(t), 0))
-        blocks: dict[str, Block | None] = {
-            **self.sequence_blocks(order),
-            "columns": columns,
-            "rows": self.rows_block(self.num_rows, order) if self.call.gate == "head" or self.packed else None,
-        }
-        for name in ("triangles", "own", "halves", "small", "reach", "passage"):
-            mask = self.mask_arrays.get(name)
-            # The same for every step: fetched once.
-            blocks[name] = None if mask is None else Block(mask.shape, jnp.float32, _origin(mask.ndim))
-        return blocks
-
     def token_block(self, width: int, dtype: Any, order: Order = lambda t: t) -> Block:
         """A block of [B, T, HV * width]."""
         return Block((1, self.block_t, self.heads * width), dtype, lambda i, j, t: (i, order(t), j))
 
-    def rows_block(self, width: int, order: Order) -> Block:
-        # A chunk is an axis of its own before the tiles: its index is not known when traced.
-        shape = (1, 1, 1, self.block_chunks, 1, width)
-        return Block(shape, jnp.float32, lambda i, j, t: (i, j, order(t), 0, 0, 0))
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Beta, and one gate per head, of each pair of heads: [B, groups, num_t, block_chunks, pairs or 2 pairs, 128]."""
+        rows = len(self.pairs) * (2 if self.gate == "head" else 1)
+        return self.b, self.groups, self.num_t, self.block_chunks, rows, LANES
+
+    def rows_block(self, order: Order = lambda t: t) -> Block:
+        return Block((1, 1, 1, *self.rows_shape[3:]), jnp.float32, lambda i, j, t: (i, j, order(t), 0, 0, 0))
 
     @property
     def state_block(self) -> Block:
@@ -204,45 +181,18 @@ class Layout:
         shape = (1, 1, self.heads, self.depth, self.width)
         return Block(shape, jnp.float32, lambda i, j, t: (i, order(t), j, 0, 0))
 
-    @functools.cached_property
-    def mask_arrays(self) -> dict[str, np.ndarray]:
-        """The masks of a chunk, stacked where they have the same shape."""
-        channels = self.call.gate == "channel"
-        mask = masks(self.chunk, len(self.packs[0]), np.dtype(np.float32), channels=channels)
-        arrays = {
-            "triangles": np.stack([mask.seen, mask.before]),
-            "own": mask.own,
-            "halves": np.stack(mask.halves),
-            "small": mask.small,
-        }
-        if channels:
-            arrays |= {"reach": np.stack(mask.reach), "passage": np.stack([mask.upto, mask.after])}
-        return arrays
-
-    @property
-    def num_columns(self) -> int:
-        return self.heads * (3 if self.call.gate == "head" else 1) + self.packed
-
-    @property
-    def num_rows(self) -> int:
-        return self.chunk * (self.heads * (2 if self.call.gate == "head" else 0) + len(self.packs[0]) * self.packed)
-
     def query_head(self, head: int) -> int:
         """The query head of value head `head`, both counted inside the block."""
         return head // self.shared if self.heads % self.shared == 0 else 0
 
     def tokens_of(self, index: Any) -> Any:
-        return pl.ds(pl.multiple_of(index * self.chunk, self.chunk), self.chunk)
+        return pl.ds(pl.multiple_of(index * CHUNK, CHUNK), CHUNK)
 
     def value_lanes(self, pack: tuple[int, ...]) -> slice:
         return slice(pack[0] * self.width, (pack[-1] + 1) * self.width)
 
     def key_lanes(self, pack: tuple[int, ...]) -> slice:
         return slice(pack[0] * self.depth, (pack[-1] + 1) * self.depth)
-
-
-def _origin(rank: int) -> Callable[..., tuple[int, ...]]:
-    return lambda i, j, t: (0,) * rank
 
 
 def padded_tokens(x: jax.Array, layout: Layout) -> jax.Array:
@@ -271,45 +221,42 @@ def unpadded_state(state: jax.Array, layout: Layout) -> jax.Array:
     return state[:, :, : layout.call.q.shape[3], : layout.call.v.shape[3]]
 
 
-def _per_head(x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """A padded scalar [B, T, HV] as columns [B, groups, T, heads], and as rows [B, groups, num_t, block_chunks, 1, *]."""
-    b = x.shape[0]
-    x = x.reshape(b, layout.num_t, layout.block_chunks, layout.chunk, layout.groups, layout.heads)
-    columns = jnp.moveaxis(x, 4, 1).reshape(b, layout.groups, layout.t, layout.heads)
-    rows = jnp.moveaxis(x, (4, 5, 3), (1, 4, 5))
-    return columns, rows.reshape(b, layout.groups, layout.num_t, layout.block_chunks, 1, -1)
+def _rows(x: jax.Array, layout: Layout) -> jax.Array:
+    """A scalar per token and head, [B, T, HV], as [B, groups, num_t, block_chunks, pairs, 128] in the lanes' order."""
+    pairs = len(layout.pairs)
+    x = padded_tokens(x, layout)
+    x = x.reshape(layout.b, layout.num_t, layout.block_chunks, 2, CHUNK // 2, layout.groups, layout.heads)
+    x = jnp.pad(x, [(0, 0)] * 6 + [(0, PAIR * pairs - layout.heads)])
+    x = x.reshape(*x.shape[:-1], pairs, PAIR)
+    return jnp.transpose(x, (0, 5, 1, 2, 6, 3, 7, 4)).reshape(*x.shape[:1], layout.groups, *x.shape[1:3], pairs, LANES)
+
+
+def per_token(rows: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `_rows`: [B, T, HV]."""
+    pairs = len(layout.pairs)
+    x = rows.reshape(layout.b, layout.groups, layout.num_t, layout.block_chunks, pairs, 2, PAIR, CHUNK // 2)
+    x = jnp.transpose(x, (0, 2, 3, 5, 7, 1, 4, 6)).reshape(layout.b, layout.t, layout.groups, PAIR * pairs)
+    return x[..., : layout.heads].reshape(layout.b, layout.t, layout.hv)[:, : layout.call.q.shape[1]]
 
 
 def input_arrays(layout: Layout) -> dict[str, jax.Array]:
-    """The arrays of `Layout.input_blocks`, by name."""
-    call, b, t = layout.call, layout.b, layout.t
+    """q, k, v, g and rows as both kernels take them."""
+    call = layout.call
     arrays = {
         "q": merge_heads(call.q, layout, layout.depth),
         "k": merge_heads(call.k, layout, layout.depth),
         "v": merge_heads(call.v, layout, layout.width),
     }
-    columns, rows = [_per_head(padded_tokens(call.beta, layout), layout)[0]], []
-    if call.g is not None:
-        g = padded_tokens(jnp.maximum(call.g, LOWEST_GATE), layout)
-        if call.gate == "channel":
-            arrays["g"] = merge_heads(g, layout, layout.depth)
-        else:
-            parts = coarse_and_fine(g.reshape(b, -1, layout.chunk, layout.hv), functools.partial(jnp.cumsum, axis=2))
-            for part in parts:
-                column, row = _per_head(part.reshape(b, t, layout.hv), layout)
-                columns.append(column)
-                rows.append(row)
+    rows, g = [_rows(call.beta, layout)], call.g
     if call.resets is not None:
-        starts = padded_tokens(call.resets, layout).reshape(b, -1, layout.chunk)
-        segments = jnp.cumsum(starts, axis=2, dtype=jnp.int32).astype(jnp.float32)
-        columns.append(jnp.broadcast_to(segments.reshape(b, 1, t, 1), (b, layout.groups, t, 1)))
-        each = segments.reshape(b, 1, layout.num_t, layout.block_chunks, 1, layout.chunk)
-        each = jnp.tile(each, (1, layout.groups, 1, 1, 1, len(layout.packs[0])))
-        rows.append(each)
-    arrays["columns"] = jnp.concatenate(columns, axis=-1)
-    if rows:
-        arrays["rows"] = jnp.concatenate(rows, axis=-1)
-    return arrays | {name: jnp.asarray(mask) for name, mask in layout.mask_arrays.items()}
+        g = jnp.zeros_like(call.beta) if g is None else g
+        starts = call.resets[:, :, None] if g.ndim == call.resets.ndim + 1 else call.resets[:, :, None, None]
+        g = jnp.where(starts, LOWEST_GATE, g)
+    if g is not None and layout.gate == "head":
+        rows.append(_rows(jnp.maximum(g, LOWEST_GATE), layout))
+    elif g is not None:
+        arrays["g"] = merge_heads(g, layout, layout.depth)
+    return arrays | {"rows": jnp.concatenate(rows, axis=-2)}
 
 
 def cost(arrays: Mapping[str, jax.Array], kernel: Kernel, *, flops: int, transcendentals: int) -> pl.CostEstimate:
@@ -318,74 +265,3 @@ def cost(arrays: Mapping[str, jax.Array], kernel: Kernel, *, flops: int, transce
     written = sum(int(np.prod(output.shape)) * jnp.dtype(output.block.dtype).itemsize for output in outputs)
     read = sum(x.size * x.dtype.itemsize for x in arrays.values())
     return pl.CostEstimate(flops=flops, transcendentals=transcendentals, bytes_accessed=read + written)
-
-
-def _masks_of(refs: Mapping[str, Any], layout: Layout) -> Masks:
-    def each(name: str) -> tuple[Any, ...]:
-        """The masks of a stack, or None for each of two where the gate needs none."""
-        ref = refs[f"{name}_ref"]
-        return (None, None) if ref is None else tuple(ref[n] for n in range(ref.shape[0]))
-
-    reach, (upto, after) = each("reach"), each("passage")
-    (seen, before), halves = each("triangles"), each("halves")
-    return Masks(seen, before, refs["own_ref"][...], halves, refs["small_ref"][...], reach, upto, after)
-
-
-def chunk_of(refs: Mapping[str, Any], index: Any, pack: tuple[int, ...], layout: Layout, *, upcast: bool) -> Chunk:
-    """Chunk `index` of a block, the heads of `pack` side by side, from the refs of `Layout.input_blocks`.
-
-    With `upcast` q, k and v are float32, as their gradients should be. Otherwise they keep their dtype, in which a
-    product takes them, unless a gate per channel scales them.
-    """
-    tokens, n, gate = layout.tokens_of(index), len(pack), layout.call.gate
-
-    def of_queries(ref: Any) -> jax.Array:
-        heads = [layout.query_head(head) for head in pack]
-        parts = [ref[0, tokens, layout.key_lanes((head,))] for head in heads]  # each [C, K]
-        joined = parts[0] if n == 1 else jnp.concatenate(parts, axis=1)  # [C, n K]
-        return joined.astype(jnp.float32) if upcast or gate == "channel" else joined
-
-    columns = refs["columns_ref"][0, 0, tokens, :]  # [C, num_columns]
-
-    def column(kind: int) -> jax.Array:
-        start = kind * layout.heads + pack[0]
-        return columns[:, start : start + n]  # [C, n]
-
-    def row(start: int) -> jax.Array:
-        return refs["rows_ref"][0, 0, 0, index, :, start : start + n * layout.chunk]  # [1, n C]
-
-    gates = segments = g = None
-    if gate == "head":
-        sums = [row(kind * layout.heads * layout.chunk + pack[0] * layout.chunk) for kind in (0, 1)]
-        gates = Gates(column(1), column(2), *sums)
-        g = sums[0]  # What its gradient is taken with respect to: the value is not used.
-    elif gate == "channel":
-        g = refs["g_ref"][0, tokens, layout.key_lanes(pack)]  # [C, n K]
-    if layout.packed:
-        last = layout.num_columns - 1
-        start = layout.num_rows - n * layout.chunk
-        segments = Segments(columns[:, last : last + 1].astype(jnp.int32), row(start).astype(jnp.int32))
-    v = refs["v_ref"][0, tokens, layout.value_lanes(pack)]  # [C, n V]
-    v = v.astype(jnp.float32) if upcast else v
-    q, k = of_queries(refs["q_ref"]), of_queries(refs["k_ref"])
-    return Chunk(q, k, v, column(0), g, gates, segments, _masks_of(refs, layout), layout.precision, layout.call.scale)
-
-
-def pass_chunk(
-    refs: Mapping[str, Any], index: Any, state: Callable[[int], jax.Array], layout: Layout
-) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]]]:
-    """Takes the states of all heads of a block, `state(head)`, through chunk `index`, without outputs.
-
-    Returns the inverse and the states after the chunk, for each pack. All packs advance together, stage by stage, and
-    nothing is stored: a store keeps the scheduler from moving later loads before it, and with them all that the next
-    heads could do while these wait for their products.
-    """
-    packs = layout.packs
-    chunks = [chunk_of(refs, index, pack, layout, upcast=False) for pack in packs]
-    before = [tuple(state(head) for head in pack) for pack in packs]
-    decays = [chunk.decay for chunk in chunks]
-    matrices = [scores(chunk, decay) for chunk, decay in zip(chunks, decays, strict=True)]
-    inverted = inverses([m[1] for m in matrices], chunks[0].mask, len(packs[0]), layout.precision, pltpu.roll)
-    erase = [m[1] for m in matrices]
-    given = zip(before, chunks, decays, [None] * len(packs), erase, inverted, strict=True)
-    return inverted, [advance(*one)[1] for one in given]

@@ -12,29 +12,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.call import Static
-from tilewright.core.chip import LANES, SUBLANES, Chip
+from tilewright.core.chip import LANES, Chip
 from tilewright.core.implementation import Launch, Pass
-from tilewright.ops.delta_rule.call import DeltaRuleCall, GateKind
+from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleTpuForward
-from tilewright.ops.delta_rule.gates import LOWEST_GATE
-from tilewright.ops.delta_rule.matmul_precision import MatmulPrecision, split
+from tilewright.ops.delta_rule.matmul_precision import split
 from tilewright.ops.delta_rule.pallas_tpu import intra_chunk
 from tilewright.ops.delta_rule.pallas_tpu.blocks import (
     Layout,
     cost,
-    merge_heads,
+    input_arrays,
     padded_state,
-    padded_tokens,
     split_heads,
     unpadded_state,
     unsupported_reason,
 )
-from tilewright.ops.delta_rule.pallas_tpu.bwd import block_chunks_that_fit, head_counts
-from tilewright.ops.delta_rule.pallas_tpu.intra_chunk import CHUNK, PAIR
+from tilewright.ops.delta_rule.pallas_tpu.bwd import block_chunks_that_fit, head_counts, short
+from tilewright.ops.delta_rule.pallas_tpu.intra_chunk import CHUNK, PAIR, beside, down_the_rows
 from tilewright.pallas.tpu.kernel import Block, Kernel, Output
 
 _INTERLEAVE = 4
-_SHORT = 8 * CHUNK
 _SPILLED = 2  # Arrays [C, K] of float32 per chunk and head that registers do not hold.
 # How strong the gates per channel of a chunk are: more than `intra_chunk.MILD` over its tokens; over 8 of them.
 _MILD, _STRONG, _EXTREME = 0, 1, 2
@@ -48,62 +45,31 @@ class _Forward:
     interleave: int
     """Chunks whose work is interleaved."""
 
-    @property
-    def gate(self) -> GateKind:
-        """A reset is a gate that forgets everything, so a call that has resets has a gate."""
-        call = self.layout.call
-        return "head" if call.resets is not None and call.gate == "none" else call.gate
-
-    @property
-    def precision(self) -> MatmulPrecision:
-        return self.layout.precision
-
-    @property
-    def rounds_only(self) -> bool:
-        """KDA in float32: a difference of two sums of gates is not exact enough, so every gate counts as strong."""
-        return self.gate == "channel" and self.precision is MatmulPrecision.FLOAT32
-
-    @property
-    def pairs(self) -> tuple[tuple[int, ...], ...]:
-        """The heads of a block, two at a time; the last alone if they are odd."""
-        heads = range(self.layout.heads)
-        return tuple(tuple(heads[first : first + PAIR]) for first in heads[::PAIR])
-
-    @property
-    def terms(self) -> int:
-        """The terms of a float32 operand."""
-        return 2 if self.precision is MatmulPrecision.BF16X3 else 1
-
     @functools.cached_property
     def constants(self) -> dict[str, Any]:
-        return intra_chunk.constants(self.gate, self.precision)
+        return intra_chunk.constants(self.layout.gate, self.layout.precision)
 
     def scratch(self) -> dict[str, Any]:
         """What is kept of each chunk of a block between the two loops, and the states."""
-        layout, chunks, pairs = self.layout, self.layout.block_chunks, len(self.pairs)
+        layout, chunks, pairs = self.layout, self.layout.block_chunks, len(self.layout.pairs)
         depth, width, heads = layout.depth, layout.width, layout.heads
-        operand = jnp.bfloat16 if self.terms == 2 else jnp.float32
+        operand = jnp.bfloat16 if layout.terms == 2 else jnp.float32
         reads = into = across = strength = None
-        if self.gate == "channel":
-            reads = pltpu.VMEM((chunks, heads, 2 * CHUNK, self.terms * depth), operand)
+        if layout.gate == "channel":
+            reads = pltpu.VMEM((chunks, heads, 2 * CHUNK, layout.terms * depth), operand)
             across = pltpu.VMEM((chunks, heads, depth, width), jnp.float32)
-            strength = None if self.rounds_only else pltpu.SMEM((chunks,), jnp.int32)
-        elif self.gate == "head":
+            strength = None if layout.rounds_only else pltpu.SMEM((chunks,), jnp.int32)
+        elif layout.gate == "head":
             into = pltpu.VMEM((chunks, pairs, CHUNK, PAIR * LANES), jnp.float32)
             across = pltpu.VMEM((chunks, pairs, 1, PAIR * LANES), jnp.float32)
         return {
             "state_scratch": pltpu.VMEM((heads, depth, width), jnp.float32),
-            "weights_scratch": pltpu.VMEM((chunks, pairs, CHUNK + depth, self.terms * LANES), operand),
+            "weights_scratch": pltpu.VMEM((chunks, pairs, CHUNK + depth, layout.terms * LANES), operand),
             "reads_scratch": reads,
             "into_scratch": into,
             "across_scratch": across,
             "strength_scratch": strength,
         }
-
-
-def _beside(parts: list[jax.Array]) -> jax.Array:
-    """The matrices of two heads side by side, or of one head beside zeros."""
-    return jnp.concatenate(parts if len(parts) == PAIR else [*parts, jnp.zeros_like(parts[0])], axis=1)
 
 
 def _if_mild(strongest: list[jax.Array], mild: int, otherwise: int) -> jax.Array:
@@ -136,7 +102,7 @@ def _forward_kernel(
     # inputs: `_Forward.constants`
     **constant_refs: Any,
 ):
-    layout, precision, pairs = forward.layout, forward.precision, forward.pairs
+    layout, precision, pairs = forward.layout, forward.layout.precision, forward.layout.pairs
     masks: Mapping[str, Any] = {name.removesuffix("_ref"): ref for name, ref in constant_refs.items()}
     width = layout.width
     step = pl.program_id(2)
@@ -149,7 +115,7 @@ def _forward_kernel(
         block_states_ref[0, 0] = state_scratch[...]
 
     def of_queries(ref: Any, tokens: Any, pair: tuple[int, ...]) -> jax.Array:
-        return _beside([ref[0, tokens, layout.key_lanes((layout.query_head(head),))] for head in pair])  # [C, 2 K]
+        return beside([ref[0, tokens, layout.key_lanes((layout.query_head(head),))] for head in pair])  # [C, 2 K]
 
     def scores(index: Any, strength: int) -> list[Any]:
         """The stages of each pair's scores of a chunk."""
@@ -157,40 +123,42 @@ def _forward_kernel(
         for number, pair in enumerate(pairs):
             q, k = of_queries(q_ref, tokens, pair), of_queries(k_ref, tokens, pair)
             beta = rows_ref[0, 0, 0, index, number : number + 1, :]  # [1, 128]
-            if forward.gate == "channel":
-                g = _beside([g_ref[0, tokens, layout.key_lanes((head,))] for head in pair])  # [C, 2 K]
+            if layout.gate == "channel":
+                g = beside([g_ref[0, tokens, layout.key_lanes((head,))] for head in pair])  # [C, 2 K]
                 given = (q, k, g, beta, masks, precision)
                 if strength == _MILD:
-                    stages.append(intra_chunk.channel_gated(*given))
+                    stages.append(
+                        intra_chunk.channel_gated(*given, finite=intra_chunk.inverts_chunks_together(len(pairs)))
+                    )
                 else:
                     stages.append(intra_chunk.strongly_gated(*given, any_gate=strength == _EXTREME))
             else:
                 row = len(pairs) + number
-                g = rows_ref[0, 0, 0, index, row : row + 1, :] if forward.gate == "head" else None  # [1, 128]
+                g = rows_ref[0, 0, 0, index, row : row + 1, :] if layout.gate == "head" else None  # [1, 128]
                 stages.append(intra_chunk.head_gated(q, k, g, beta, masks, precision))
         return stages
 
     def keep(index: Any, results: list[Any]) -> None:
         """Stores what the state passage needs of a chunk."""
         strongest = []
-        for number, (pair, (weights, *others)) in enumerate(zip(pairs, results, strict=True)):
+        for number, (pair, (weights, _, *others)) in enumerate(zip(pairs, results, strict=True)):
             weights_scratch[index, number] = weights
-            if forward.gate == "head":
-                into_scratch[index, number], across_scratch[index, number] = others
-            elif forward.gate == "channel":
-                reads, across, largest = others
+            if layout.gate == "head":
+                into_scratch[index, number], across_scratch[index, number], *_ = others
+            elif layout.gate == "channel":
+                reads, across, _, largest = others
                 strongest.append(largest)
                 for position, head in enumerate(pair):
                     lanes = layout.key_lanes((position,))
                     reads_scratch[index, head] = jnp.concatenate([term[:, lanes] for term in reads], axis=1)
-                    across_scratch[index, head] = _down_the_rows(across[:, lanes], width)
+                    across_scratch[index, head] = down_the_rows(across[:, lanes], width)
         if strength_scratch is not None:
             strength_scratch[index] = _if_mild(strongest, _MILD, _STRONG)
 
     def inside(group: jax.Array, carry: Any) -> Any:
         """What does not depend on the state, of chunks that are worked on together."""
         indices = [group * forward.interleave + n for n in range(forward.interleave)]
-        strength = _EXTREME if forward.rounds_only else _MILD
+        strength = _EXTREME if layout.rounds_only else _MILD
         stages = [stage for index in indices for stage in scores(index, strength)]
         results = intra_chunk.result_of(intra_chunk.weights(stages, masks, precision))
         for n, index in enumerate(indices):
@@ -249,22 +217,22 @@ def _forward_kernel(
             for head, state in enumerate(states)
         ]
         of_q, of_k = [x[:CHUNK] for x in found], [x[CHUNK:] for x in found]
-        if forward.gate == "head":
+        if layout.gate == "head":
             into = [over_values(into_scratch, head) for head in range(layout.heads)]
             of_q = [x * decay for x, decay in zip(of_q, into, strict=True)]
             of_k = [x * decay for x, decay in zip(of_k, into, strict=True)]
         both = []
         for number, pair in enumerate(pairs):
             v = [v_ref[0, tokens, layout.value_lanes((head,))].astype(jnp.float32) for head in pair]
-            residual = _beside([x - of_k[head] for head, x in zip(pair, v, strict=True)])  # [C, 2 V]
+            residual = beside([x - of_k[head] for head, x in zip(pair, v, strict=True)])  # [C, 2 V]
             diagonal = tuple(intra_chunk.block_diagonal(term) for term in split(residual, precision))
             both.append(intra_chunk.wide_product(weights_scratch[index, number], diagonal, precision))  # [C + K, 2 V]
         after = []
         for head, state in enumerate(states):
             update = both[head // PAIR][CHUNK:, layout.value_lanes((head % PAIR,))]  # [K, V]
-            if forward.gate == "channel":
+            if layout.gate == "channel":
                 state = across_scratch[index, head] * state
-            elif forward.gate == "head":
+            elif layout.gate == "head":
                 state = over_values(across_scratch, head) * state
             after.append(state + update)
         for head, state in enumerate(after):
@@ -280,25 +248,16 @@ def _forward_kernel(
         final_state_ref[0] = state_scratch[...]
 
 
-def _down_the_rows(row: jax.Array, width: int) -> jax.Array:
-    """[1, K] as [K, width], equal along each row."""
-    depth = row.shape[1]
-    column = jnp.broadcast_to(row, (SUBLANES, depth)).T[:, :1]
-    return jnp.broadcast_to(column, (depth, width))
-
-
 def _declaration(forward: _Forward, *, save: bool) -> Kernel:
     layout = forward.layout
     b, hv, depth, width = layout.b, layout.hv, layout.depth, layout.width
-    rows = len(forward.pairs) * (2 if forward.gate == "head" else 1)
-    row_block = (1, 1, 1, layout.block_chunks, rows, LANES)
     states = Output((b, layout.num_t, hv, depth, width), layout.block_states_block())
     return Kernel(
         name="delta_rule_forward",
         grid=layout.grid,
         inputs={
             **layout.sequence_blocks(),
-            "rows": Block(row_block, jnp.float32, lambda i, j, t: (i, j, t, 0, 0, 0)),
+            "rows": layout.rows_block(),
             "initial_state": layout.state_block,
             **{name: Block(x.shape, x.dtype) for name, x in forward.constants.items()},
         },
@@ -311,41 +270,8 @@ def _declaration(forward: _Forward, *, save: bool) -> Kernel:
     )
 
 
-def _rows(x: jax.Array, forward: _Forward) -> jax.Array:
-    """A scalar per token and head, [B, T, HV], as [B, groups, num_t, block_chunks, pairs, 128] in the lanes' order."""
-    layout = forward.layout
-    pairs, half = len(forward.pairs), CHUNK // 2
-    x = padded_tokens(x, layout)
-    x = x.reshape(layout.b, layout.num_t, layout.block_chunks, 2, half, layout.groups, layout.heads)
-    x = jnp.pad(x, [(0, 0)] * 6 + [(0, PAIR * pairs - layout.heads)])
-    x = x.reshape(*x.shape[:-1], pairs, PAIR)
-    return jnp.transpose(x, (0, 5, 1, 2, 6, 3, 7, 4)).reshape(*x.shape[:1], layout.groups, *x.shape[1:3], pairs, LANES)
-
-
-def _arrays(forward: _Forward) -> dict[str, jax.Array]:
-    """The inputs of the kernel, by name."""
-    layout, call = forward.layout, forward.layout.call
-    arrays = {
-        "q": merge_heads(call.q, layout, layout.depth),
-        "k": merge_heads(call.k, layout, layout.depth),
-        "v": merge_heads(call.v, layout, layout.width),
-        "initial_state": padded_state(call.initial_state, layout),
-        **{name: jnp.asarray(x) for name, x in forward.constants.items()},
-    }
-    rows, g = [_rows(call.beta, forward)], call.g
-    if call.resets is not None:
-        g = jnp.zeros_like(call.beta) if g is None else g
-        starts = call.resets[:, :, None] if g.ndim == call.resets.ndim + 1 else call.resets[:, :, None, None]
-        g = jnp.where(starts, LOWEST_GATE, g)
-    if g is not None and forward.gate == "head":
-        rows.append(_rows(jnp.maximum(g, LOWEST_GATE), forward))
-    elif g is not None:
-        arrays["g"] = merge_heads(g, layout, layout.depth)
-    return arrays | {"rows": jnp.concatenate(rows, axis=-2)}
-
-
 def _planned(call: DeltaRuleCall, config: DeltaRuleTpuForward) -> _Forward:
-    layout = Layout(call, CHUNK, config.block_chunks, config.heads, PAIR)
+    layout = Layout(call, config.block_chunks, config.heads)
     return _Forward(layout, math.gcd(config.block_chunks, config.interleave))
 
 
@@ -358,8 +284,7 @@ def _vmem_bytes(forward: _Forward) -> int:
 def _heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleTpuForward:
     """The blocks of tokens that fit the backward kernel, and the most heads per block that fit this one."""
     block_chunks = block_chunks_that_fit(chip, call)
-    # A short sequence takes little time, and compiles sooner.
-    interleave = _INTERLEAVE if call.q.shape[1] >= _SHORT else 1
+    interleave = 1 if short(call) else _INTERLEAVE
     for heads in head_counts(call):
         config = DeltaRuleTpuForward(block_chunks, heads, interleave)
         if _vmem_bytes(_planned(call, config)) <= (chip.vmem_bytes or math.inf):
@@ -376,8 +301,11 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
     forward = _planned(call, launch.config)
     layout = forward.layout
     kernel = _declaration(forward, save=save)
-    arrays = _arrays(forward)
-    exponentials = {"none": 0, "head": 2 * CHUNK, "channel": 2 * layout.depth}[forward.gate]
+    arrays = input_arrays(layout) | {
+        "initial_state": padded_state(call.initial_state, layout),
+        **{name: jnp.asarray(x) for name, x in forward.constants.items()},
+    }
+    exponentials = {"none": 0, "head": 2 * CHUNK, "channel": 2 * layout.depth}[layout.gate]
     outputs = kernel.run(
         functools.partial(_forward_kernel, forward=forward),
         arrays,
@@ -385,7 +313,7 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
         cost=cost(arrays, kernel, flops=layout.flops, transcendentals=layout.b * layout.t * layout.hv * exponentials),
     )
     o = split_heads(outputs["o"], layout, layout.hv, call.v.shape[3])
-    saved = (outputs["block_states"], Static((layout.chunk, layout.block_chunks)))
+    saved = (outputs["block_states"], Static(layout.block_chunks))
     return (o, unpadded_state(outputs["final_state"], layout)), saved
 
 

@@ -118,7 +118,7 @@ def _dot(a: jax.Array, b: jax.Array, form: Form, precision: MatmulPrecision) -> 
     return multiply((a,), (b,), form, precision)
 
 
-def _sums(count: int, x: jax.Array, masks: Mapping[str, Any], precision: MatmulPrecision) -> list[jax.Array]:
+def sums_of(count: int, x: jax.Array, masks: Mapping[str, Any], precision: MatmulPrecision) -> list[jax.Array]:
     """The first `count` kinds of sums of x over tokens, in one product.
 
     They are: up to a token; from the start of its block of 8; after it; and for each of `halvings` from the middle of its
@@ -129,14 +129,14 @@ def _sums(count: int, x: jax.Array, masks: Mapping[str, Any], precision: MatmulP
     return [sums[n * CHUNK : (n + 1) * CHUNK] for n in range(count)]
 
 
-def _narrow_product(a: jax.Array, b: Terms, precision: MatmulPrecision) -> jax.Array:
-    """a b for few rows: hi and lo of a above each other, of b side by side. What costs time is that b has rows."""
-    terms = split(a, precision)
-    if len(terms) == 1:
-        return _dot(a, b[0], "nn", precision)
-    rows, width = a.shape[0], b[0].shape[1]
-    both = _dot(jnp.concatenate(terms, axis=0), jnp.concatenate(b, axis=1), "nn", precision)
-    return both[:rows, :width] + both[rows:, :width] + both[:rows, width:]
+def narrow_product(a: Terms, b: Terms, precision: MatmulPrecision) -> jax.Array:
+    """a b where b is half as wide as an MXU, or a has few rows: hi and lo of a above each other, of b side by side."""
+    rows, width = a[0].shape[0], b[0].shape[1]
+    both = _dot(jnp.concatenate(a, axis=0), jnp.concatenate(b, axis=1), "nn", precision)
+    total = both[:rows, :width]
+    if len(a) == 2:
+        total = total + both[rows:, :width]
+    return total if len(b) == 1 else total + both[:rows, width:]
 
 
 def side_by_side(x: jax.Array, precision: MatmulPrecision) -> jax.Array:
@@ -145,10 +145,10 @@ def side_by_side(x: jax.Array, precision: MatmulPrecision) -> jax.Array:
 
 
 def deep_product(a: jax.Array, b: Terms, precision: MatmulPrecision) -> jax.Array:
-    """a b, where a has hi and lo side by side, or one term; b is [D, D]. It fills an MXU of twice D."""
-    if len(b) == 1:
-        return _dot(a, b[0], "nn", precision)
+    """a b, where a has hi and lo side by side, or one term, and b has one or two. b is [D, D]: two fill an MXU of 2 D."""
     depth, width = b[0].shape
+    if len(b) == 1:
+        return _dot(a, b[0] if a.shape[1] == depth else jnp.concatenate([b[0], b[0]], axis=0), "nn", precision)
     rows = jnp.concatenate(b, axis=1)
     if a.shape[1] > depth:
         rows = jnp.concatenate([rows, jnp.concatenate([b[0], jnp.zeros_like(b[0])], axis=1)], axis=0)
@@ -165,7 +165,7 @@ def wide_product(a: jax.Array, b: Terms, precision: MatmulPrecision) -> jax.Arra
     return upper + _dot(a[:, :depth], b[1], "nn", precision)
 
 
-def _score_product(rows: Terms, keys: Terms, precision: MatmulPrecision) -> jax.Array:
+def score_product(rows: Terms, keys: Terms, precision: MatmulPrecision) -> jax.Array:
     """rows keys^T of two heads side by side, [R, 128] in the order of the lanes; rows [R, 2 K], keys [64, 2 K]."""
     count = rows[0].shape[0]
     diagonal = jnp.concatenate([block_diagonal(term) for term in keys], axis=0)
@@ -179,11 +179,31 @@ def _score_product(rows: Terms, keys: Terms, precision: MatmulPrecision) -> jax.
 # Two heads side by side.
 
 
+def beside(parts: list[jax.Array]) -> jax.Array:
+    """The matrices of two heads side by side, or of one head beside zeros."""
+    return jnp.concatenate(parts if len(parts) == PAIR else [*parts, jnp.zeros_like(parts[0])], axis=1)
+
+
+def down_the_rows(row: jax.Array, width: int) -> jax.Array:
+    """[1, D] as [D, width], equal along each row."""
+    depth = row.shape[1]
+    column = jnp.broadcast_to(row, (SUBLANES, depth)).T[:, :1]
+    return jnp.broadcast_to(column, (depth, width))
+
+
 def stacked(x: jax.Array) -> jax.Array:
     """[64, 2 W] as [128, W], in the order of the lanes."""
     width = x.shape[1] // PAIR
     halves = (x[:_HALF], x[_HALF:])
     return jnp.concatenate([half[:, h * width : (h + 1) * width] for half in halves for h in range(PAIR)], axis=0)
+
+
+def unstacked(x: jax.Array) -> jax.Array:
+    """The inverse of `stacked`: [128, W] in the order of the lanes as [64, 2 W]."""
+    halves = (x[:CHUNK], x[CHUNK:])
+    return jnp.concatenate(
+        [jnp.concatenate([half[h * _HALF : (h + 1) * _HALF] for half in halves], axis=0) for h in range(PAIR)], axis=1
+    )
 
 
 def block_diagonal(x: jax.Array) -> jax.Array:
@@ -220,41 +240,51 @@ def head_gated(
 ) -> Stages:
     """One gate per head, g [1, 128], or none. q and k are [64, 2 K].
 
-    Returns M b, A b, (onward k)^T b, each with 128 lanes; and into [64, 2 * 128] and across [1, 2 * 128], or None.
+    Returns M b, A b, (onward k)^T b, each with 128 lanes; M above A, without beta; and into [64, 2 * 128], across
+    [1, 2 * 128], the decays of pairs of tokens [64, 128], and onward [1, 128], or None where there is no gate.
     Every decay is the exponential of a sum of gates, never of a difference of two sums.
     """
     seen, before = masks["triangles"][0], masks["triangles"][1]
-    pairs, onward, sums, into, across = seen, beta, None, None, None
+    pairs, onward, sums, into, across = seen, None, None, None, None
     if g is not None:
         sums = _dot(side_by_side(seen * g, precision), masks["after"][...], "nn", precision)  # [64, 2 * 128]
-    both = _score_product((jnp.concatenate([q, k], axis=0),), (k,), precision)  # [128, 128]
+    both = score_product((jnp.concatenate([q, k], axis=0),), (k,), precision)  # [128, 128]
     yield
     if sums is not None:
         pairs = jnp.exp(jnp.where(seen > 0, sums[:, :LANES], _LOG_ZERO))
         decayed = jnp.exp(sums[:, LANES:])  # Each head's over half of the lanes.
-        onward = beta * jnp.exp(sums[CHUNK - 1 :, :LANES])
+        onward = jnp.exp(sums[CHUNK - 1 :, :LANES])
         yield
         other, lower = _swapped(decayed), _lower_half()
         into = jnp.concatenate([jnp.where(lower, decayed, other), jnp.where(lower, other, decayed)], axis=1)
         across = into[CHUNK - 1 :]
     yield
-    read = both[:CHUNK] * pairs * beta
-    erase = both[CHUNK:] * (pairs * before) * beta
-    written = stacked(k).T.astype(jnp.float32) * onward  # [K, 128]
-    return read, erase, written, into, across
+    read = both[:CHUNK] * pairs
+    erase = both[CHUNK:] * (pairs * before)
+    written = stacked(k).T.astype(jnp.float32) * (beta if onward is None else beta * onward)  # [K, 128]
+    plain = jnp.concatenate([read, erase], axis=0)
+    return read * beta, erase * beta, written, plain, into, across, None if g is None else pairs, onward
 
 
 def channel_gated(
-    q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, masks: Mapping[str, Any], precision: MatmulPrecision
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    masks: Mapping[str, Any],
+    precision: MatmulPrecision,
+    *,
+    finite: bool,
 ) -> Stages:
     """One gate per channel, g [64, 2 K], that is mild: sums of up to `MILD` by magnitude. q and k are [64, 2 K].
 
-    Returns M b, A b and (onward k)^T b, each with 128 lanes; into q above into k, in terms; across [1, 2 K]; and the
-    largest sum of magnitudes of a channel's gates, [1, 1]. If that is more than `MILD`, the first three are wrong, and
-    those of `strongly_gated` are right.
+    Returns M b, A b and (onward k)^T b, each with 128 lanes; M above A without beta; into q above into k, in terms;
+    across [1, 2 K]; the sums of gates up to each token; and the largest sum of magnitudes of a channel's gates, [1, 1].
+    If that is more than `MILD`, the first four are wrong, and those of `strongly_gated` are right. With `finite`, A b is
+    then 0: its inverse is computed together with that of another chunk, which NaNs would reach.
     """
     g = jnp.maximum(g, LOWEST_GATE)
-    (sums,) = _sums(1, g, masks, precision)  # [64, 2 K]
+    (sums,) = sums_of(1, g, masks, precision)  # [64, 2 K]
     strongest = jnp.max(jnp.sum(jnp.abs(g), axis=0, keepdims=True), axis=1, keepdims=True)
     yield
     up, down = jnp.exp(sums), jnp.exp(-sums)
@@ -262,18 +292,21 @@ def channel_gated(
     q_up, k_up, k_down = q.astype(jnp.float32) * up, k * up, k * down
     yield
     rows = split(jnp.concatenate([q_up, k_up], axis=0), precision)
-    both = _score_product(rows, split(k_down, precision), precision)  # [128, 128]
+    both = score_product(rows, split(k_down, precision), precision)  # [128, 128]
     across = jnp.exp(sums[CHUNK - 1 :])
     yield
-    read, erase = _triangles(both, beta, masks)
+    read, erase = lower_triangles(both, masks)
+    if finite:
+        erase = jnp.where(strongest <= MILD, erase, 0.0)
     written = stacked(k_down * across).T * beta  # [K, 128]
-    return read, erase, written, rows, across, strongest
+    plain = jnp.concatenate([read, erase], axis=0)
+    return read * beta, erase * beta, written, plain, rows, across, sums, strongest
 
 
-def _triangles(both: jax.Array, beta: jax.Array, masks: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+def lower_triangles(both: jax.Array, masks: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     # What is not seen may be infinite: it is selected, not multiplied by 0.
-    read = jnp.where(masks["triangles"][0] > 0, both[:CHUNK], 0.0) * beta
-    return read, jnp.where(masks["triangles"][1] > 0, both[CHUNK:], 0.0) * beta
+    read = jnp.where(masks["triangles"][0] > 0, both[:CHUNK], 0.0)
+    return read, jnp.where(masks["triangles"][1] > 0, both[CHUNK:], 0.0)
 
 
 def strongly_gated(
@@ -302,10 +335,10 @@ def strongly_gated(
     exact = precision is MatmulPrecision.FLOAT32
     levels = list(enumerate(halvings(CHUNK)))
     levels = levels if any_gate else levels[:_IN_BLOCKS]
-    sums, from_block, after, *reach = _sums(3 + len(levels), g, masks, precision)
+    sums, from_block, after, *reach = sums_of(3 + len(levels), g, masks, precision)
     onward = jnp.exp(after)
     # The decay of a token to itself is 1.
-    itself = _score_product((q,), (k,), precision) * (seen - before) if any_gate else None
+    itself = score_product((q,), (k,), precision) * (seen - before) if any_gate else None
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     written = stacked(k * onward).T * beta
     into = jnp.exp(sums)
@@ -317,7 +350,7 @@ def strongly_gated(
         clipped = jnp.minimum(jnp.maximum(sums, -_CLIPPED), _CLIPPED)
         up, down = jnp.exp(clipped), jnp.exp(-clipped)
         rows = split(jnp.concatenate([q * up, k * up], axis=0), precision)
-        return _score_product(rows, split(k * down, precision), precision)
+        return score_product(rows, split(k * down, precision), precision)
 
     def halved(level: int, half: int) -> jax.Array:
         """Scores [128, 128] of tokens in the second half of a block with those in its first; 0 elsewhere."""
@@ -335,7 +368,7 @@ def strongly_gated(
             return jnp.stack([jnp.zeros_like(x), x], axis=1).reshape(CHUNK, x.shape[2])
 
         rows = split(jnp.concatenate([second(q) * second(left), second(k_left)], axis=0), precision)
-        both = _score_product(rows, split(k_left, precision), precision)
+        both = score_product(rows, split(k_left, precision), precision)
         count, mask = both.shape[0] // 2, masks["halves"][level]
         return jnp.concatenate([placed(both[:count]) * mask, placed(both[count:]) * mask], axis=0)
 
@@ -348,7 +381,7 @@ def strongly_gated(
             yield
     if not exact:
         in_block = from_start(from_block)
-        upto, magnitude = _sums(2, jnp.abs(g), masks, precision)
+        upto, magnitude = sums_of(2, jnp.abs(g), masks, precision)
         largest = jnp.max(jnp.max(magnitude, axis=0, keepdims=True), axis=1, keepdims=True)
         in_block = jnp.where(_mild_rows(magnitude), in_block, both) if any_gate else in_block
         blocks = jnp.concatenate([masks["blocks"][...]] * 2, axis=0)
@@ -361,8 +394,9 @@ def strongly_gated(
         # Sums of magnitudes have 16 bits of each gate, hence a margin: a chunk that is mild has mild rows only.
         both = jnp.where(_mild_rows(upto), from_start(sums), both)
         yield
-    read, erase = _triangles(both, beta, masks)
-    return read, erase, written, passing, jnp.exp(sums[CHUNK - 1 :]), largest
+    read, erase = lower_triangles(both, masks)
+    plain = jnp.concatenate([read, erase], axis=0)
+    return read * beta, erase * beta, written, plain, passing, jnp.exp(sums[CHUNK - 1 :]), sums, largest
 
 
 def _mild_rows(magnitude: jax.Array) -> jax.Array:
@@ -386,10 +420,10 @@ def inverses(first: jax.Array, second: jax.Array, masks: Mapping[str, Any], prec
     blocks = (left[:_HALF], right[_HALF:])
     found = yield from _diagonal_inverses(blocks, masks, precision)
     diagonal = tuple(_four_diagonal(term, masks) for term in split(left[_HALF:], precision))
-    reached = _narrow_product(found[1], diagonal, precision)
+    reached = narrow_product(split(found[1], precision), diagonal, precision)
     yield
     diagonal = tuple(_four_diagonal(term, masks) for term in split(found[0], precision))
-    below = -_narrow_product(reached, diagonal, precision)
+    below = -narrow_product(split(reached, precision), diagonal, precision)
     yield
     left = jnp.concatenate([found[0], below], axis=0)
     right = jnp.concatenate([jnp.zeros_like(below), found[1]], axis=0)
@@ -430,10 +464,13 @@ def _diagonal_inverses(blocks: Sequence[jax.Array], masks: Mapping[str, Any], pr
         seconds = [x.reshape(halves)[:, 1].reshape(_HALF // 2, LANES) for x in found]
         below = masks["levels"][level]
         diagonals = [tuple(_four_diagonal(term, masks) for term in split(block * below, precision)) for block in blocks]
-        reached = [_narrow_product(x, b, precision) for x, b in zip(seconds, diagonals, strict=True)]
+        reached = [narrow_product(split(x, precision), b, precision) for x, b in zip(seconds, diagonals, strict=True)]
         yield
         diagonals = [tuple(_four_diagonal(term, masks) for term in split(x, precision)) for x in found]
-        seconds = [x - _narrow_product(r, b, precision) for x, r, b in zip(seconds, reached, diagonals, strict=True)]
+        seconds = [
+            x - narrow_product(split(r, precision), b, precision)
+            for x, r, b in zip(seconds, reached, diagonals, strict=True)
+        ]
         yield
         found = [
             jnp.stack([x.reshape(halves)[:, 0], y.reshape(halves[0], half, LANES)], axis=1).reshape(_HALF, LANES)
@@ -445,9 +482,16 @@ def _diagonal_inverses(blocks: Sequence[jax.Array], masks: Mapping[str, Any], pr
 # All of it.
 
 
-def weights(scores: Sequence[Stages], masks: Mapping[str, Any], precision: MatmulPrecision) -> Stages:
+def inverts_chunks_together(pairs: int) -> bool:
+    """Whether `weights` inverts the matrices of two chunks together, if each has so many pairs of heads."""
+    return pairs % 2 == 1
+
+
+def weights(
+    scores: Sequence[Stages], masks: Mapping[str, Any], precision: MatmulPrecision, *, with_inverse: bool = False
+) -> Stages:
     """For the `scores` of each pair of heads and chunk: W = [M; (onward k)^T] b T as `wide_product` takes it, and what
-    else they return.
+    else they return. With `with_inverse`, T stands between the two parts of W.
     """
     found = yield from in_lock_step(scores)
     erases = [one[1] for one in found]
@@ -459,14 +503,15 @@ def weights(scores: Sequence[Stages], masks: Mapping[str, Any], precision: Matmu
     inverted = [x for two in inverted for x in two]
     results = []
     for (read, _, written, *others), t in zip(found, inverted, strict=False):
-        diagonal = tuple(_two_diagonal(term, masks) for term in split(t, precision))
+        diagonal = tuple(two_diagonal(term, masks) for term in split(t, precision))
         rows = side_by_side(jnp.concatenate([read, written], axis=0), precision)
-        results.append((deep_product(rows, diagonal, precision), *others))
+        w = deep_product(rows, diagonal, precision)
+        results.append((jnp.concatenate([w[:CHUNK], t, w[CHUNK:]], axis=0) if with_inverse else w, *others))
     yield
     return [(side_by_side(w, precision), *others) for w, *others in results]
 
 
-def _two_diagonal(x: jax.Array, masks: Mapping[str, Any]) -> jax.Array:
+def two_diagonal(x: jax.Array, masks: Mapping[str, Any]) -> jax.Array:
     """[64, 128] of two heads as [128, 128] with zeros where row and lane are of different heads, both in one order."""
     halves = (x[:_HALF], x[_HALF:])
     return jnp.concatenate([half * masks["heads"][n] for half in halves for n in range(PAIR)], axis=0)

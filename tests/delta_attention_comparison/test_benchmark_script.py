@@ -79,6 +79,7 @@ def test_every_layer_has_the_numerics_of_its_op_checked() -> None:
     assert set(checked) == {(op, dtype) for op in OPS.values() for dtype in size.check_dtypes}
 
 
+@pytest.mark.slow
 def test_the_report_tells_how_each_layer_grows(tmp_path: Path) -> None:
     """Of records that grow with T and with its square, and of one that misses its bound."""
     size = dataclasses.replace(PRESETS["cpu"], seq_lens=(64, 256, 1024))

@@ -91,14 +91,8 @@ def test_the_recipe_for_a_hybrid_goes_from_text_to_text(tmp_path: Path) -> None:
     follow(page, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [
-        ("plain_jax", "jax"),
-        pytest.param("flax_nnx", "flax", marks=pytest.mark.slow),
-        pytest.param("equinox_model", "equinox", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "needs"), [("plain_jax", "jax"), ("flax_nnx", "flax"), ("equinox_model", "equinox")])
 def test_an_example_learns(name: str, needs: str) -> None:
     """On a mesh of the tests' four devices. optax promotes dtypes, so the tests' strictness is off."""
     pytest.importorskip(needs, reason=f"pip install {needs} optax")

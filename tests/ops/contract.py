@@ -10,7 +10,7 @@ A family subclasses `OpContract` once per op, names the op, and says which notio
         segments = "segment_ids"
 
 A test of a notion that the op does not have (a norm has no sequence) is not collected at all. The default tier runs each
-implementation on one small case, values and gradients, and properties on the plain implementation. The slow tier
+implementation on one small case, values and gradients, and the properties of one op's plain implementation. The slow tier
 (`pytest -m slow`) runs every small case, TPU and GPU kernels with race detection and with NaN in uninitialised memory, and
 every property on every implementation.
 """
@@ -80,8 +80,9 @@ class OpContract(Composition):
 
     op_name: str
     shares_code_with: str | None = None
-    """Another op with the same kernels and plain code. Its properties are in the default tier; this op's are slow, and
-    those that test the wrapper do not run in interpreters."""
+    """Another op with the same kernels and plain code. This op's tests of the wrapper do not run in interpreters."""
+    properties_in_default_tier = False
+    """Whether the properties of the plain implementation are in the default tier: of one op, which has all of them, and of a new one."""
     default_case: str | None = None
     """The small case that each implementation runs in the default tier; None for the first."""
     not_taken: frozenset[tuple[str, str]] = frozenset()
@@ -210,7 +211,7 @@ class OpContract(Composition):
                     in_default = {
                         "all": True,
                         "first": first,
-                        "plain": first and implementation == self.op().plain and self.shares_code_with is None,
+                        "plain": first and implementation == self.op().plain and self.properties_in_default_tier,
                         "none": False,
                     }[default]
                     values = {"implementation": implementation, "case": case, "dtype": dtype}
@@ -504,7 +505,7 @@ class OpContract(Composition):
             assert again.configs == decision.configs
             assert str(again).count("(argument)") == len(decision.configs)
 
-    @over("kernel", default="all")
+    @over("kernel", default="none")
     def test_a_kernel_has_its_own_backward_or_says_so(self, implementation: str) -> None:
         """No kernel's gradient is another implementation's in silence: it has kernels, or refuses, or a note says whose."""
         case = self.op().case(self.first_case())

@@ -298,6 +298,7 @@ def operations(op, arrays, **options) -> list[str]:
     return re.findall(r"stablehlo\.(\w+)", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "page"), [(16, None), (64, 8), (128, None), (192, 64), (256, 192)])
 def test_an_h200_takes_the_kernel(d: int, page: int | None) -> None:
     """By default, with stages that fit."""
@@ -309,6 +310,7 @@ def test_an_h200_takes_the_kernel(d: int, page: int | None) -> None:
     assert "custom_call" in operations(op, arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
     "shape",

@@ -199,6 +199,7 @@ def test_a_sink_alone_takes_all_the_weight(implementation: str) -> None:
     np.testing.assert_allclose(logsumexp, np.broadcast_to(sinks, logsumexp.shape), rtol=1e-6)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_a_mask_array_may_change_under_jit(implementation: str) -> None:
     """Whole blocks empty, full and mixed, different from head to head, with one compiled program."""
@@ -295,6 +296,7 @@ def test_distances_beyond_int32_are_without_end(implementation: str) -> None:
     assert not np.any(run(causal=True, q_offset=-(2**30)))
 
 
+@pytest.mark.slow
 @every_implementation
 @pytest.mark.parametrize("segments", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_mask_array_of_the_keys_or_of_the_queries_alone(implementation: str, segments: bool) -> None:
@@ -368,6 +370,7 @@ def test_the_tpu_kernels_lower_without_a_tpu() -> None:
     assert text.count("tpu_custom_call") == 2
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_bias_that_nobody_differentiates_is_dropped() -> None:
     """Its loops are plain JAX, in the TPU kernel's backward too, and the compiled program has none that is not used."""
     struct, bias = jax.ShapeDtypeStruct((1, 30, 4, 8), "float32"), jax.ShapeDtypeStruct((1, 1, 30, 30), "float32")

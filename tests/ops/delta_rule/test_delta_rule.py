@@ -26,10 +26,6 @@ from tilewright.workbench.check import CaseCheck, call, call_with_gradients
 
 IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 every_op = pytest.mark.parametrize("op", OPS)
-# What goes through the same code for the three: the default tier has one of them.
-alike_op = pytest.mark.parametrize(
-    "op", [op if op == "gated_delta_rule" else pytest.param(op, marks=pytest.mark.slow) for op in OPS]
-)
 every_implementation = implementations(*IMPLEMENTATIONS)
 GATED = ("gated_delta_rule", "kda")
 op_and_fast_implementation = pytest.mark.parametrize(
@@ -75,6 +71,7 @@ class TestDeltaRule(DeltaRuleContract):
 
 class TestGatedDeltaRule(DeltaRuleContract):
     op_name = "gated_delta_rule"
+    properties_in_default_tier = True
 
 
 class TestKda(DeltaRuleContract):
@@ -156,7 +153,8 @@ def test_nothing_later_changes_what_was(op: str, implementation: str) -> None:
     assert not np.array_equal(o[:, t + 1 :], changed[:, t + 1 :])
 
 
-@alike_op
+@pytest.mark.slow
+@every_op
 def test_unbatched_inputs(op: str) -> None:
     arrays = draw(op)
     o, state = run(op, arrays)
@@ -242,7 +240,8 @@ def test_gates_from_raw_inputs() -> None:
 # Steps.
 
 
-@alike_op
+@pytest.mark.slow
+@every_op
 def test_steps_are_the_sequence(op: str) -> None:
     arrays = draw(op, 9, b=2)
     o, final = run(op, arrays, "xla", normalize_qk=True)
@@ -257,7 +256,8 @@ def test_steps_are_the_sequence(op: str) -> None:
     assert alone.shape == (2, 16)
 
 
-@alike_op
+@pytest.mark.slow
+@every_op
 def test_a_step_has_gradients(op: str) -> None:
     arrays = draw(op, 1)
     step = getattr(tilewright, f"{op}_step")

@@ -219,6 +219,7 @@ def test_the_backward_takes_any_config_beside_any_of_the_forward(forward, backwa
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "block_v"), [(96, 128), (64, 64), (32, 32)])
 def test_it_lowers_for_a_gpu_that_is_not_there(heads, block_v):
     """And is what an H200 gets when nothing is named; blocks of heads too few to fill it are narrower."""

@@ -185,6 +185,7 @@ def test_any_shape_in_many_small_blocks(implementation: str, n: int, h: int, v: 
         assert result.verdict.ok, f"N={n} H={h} V={v} {result.quantity}: {result.verdict}"
 
 
+@pytest.mark.slow
 @implementations("pallas_tpu", "xla")
 def test_bfloat16_at_a_real_vocabulary(implementation: str) -> None:
     """50,257 columns: not a multiple of anything, and no padding by the caller."""

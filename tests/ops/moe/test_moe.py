@@ -225,6 +225,7 @@ def equations_in(jaxpr: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_that_a_gpu_copies_as_32_bits_are_the_same_bits() -> None:
     x, weights = draw(7, D, dtype="bfloat16"), draw(7, K, seed=1)
     order = moe_sort(jax.random.randint(jax.random.key(2), (7, K), 0, E), E)

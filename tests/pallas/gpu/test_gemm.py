@@ -18,6 +18,11 @@ from tilewright.pallas.gpu.kernel import smem_bytes, tile
 H200 = Chip.named("h200")
 
 
+def slow(*values: object) -> object:
+    """Parameters of the slow tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def _product_kernel(*, a_ref, b_ref, bias_ref, c_ref, c_smem, pipeline, gemm: Gemm, first_column: int) -> None:
     """C = A B + bias, the bias one number per tile, which the epilogue loads before the tile is computed."""
 
@@ -56,9 +61,9 @@ def multiply(gemm: Gemm, a: jax.Array, b: jax.Array, bias: jax.Array, first_colu
         # Three block rows in bands of two, three block columns, more steps than stages, ragged edges.
         (300, 150, 200, {"block_n": 64, "stages": 2, "band": 2}),
         # One tile, one step, stages that are never used.
-        (5, 7, 9, {"block_n": 128, "stages": 4, "band": 16, "cluster": 2}),
+        slow(5, 7, 9, {"block_n": 128, "stages": 4, "band": 16, "cluster": 2}),
         # One consumer, and more stages than the steps of a tile.
-        (128, 128, 128, {"block_n": 64, "stages": 3, "band": 4, "block_m": 64, "consumers": 1}),
+        slow(128, 128, 128, {"block_n": 64, "stages": 3, "band": 4, "block_m": 64, "consumers": 1}),
     ],
 )
 def test_a_product_with_an_epilogue(m: int, n: int, k: int, fields: dict) -> None:

@@ -105,6 +105,7 @@ def test_absent_peers_are_named_with_what_installs_them(monkeypatch: pytest.Monk
         absent((nowhere,), "/bin/false")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["forward", "forward+backward"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jax_itself_agrees_on_attention(mode, dtype) -> None:
@@ -145,6 +146,7 @@ def test_kernels_for_a_gpu_say_that_there_is_none() -> None:
         assert peers()["jax"].adapters[1].unavailable() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "case"),
     [

@@ -81,8 +81,12 @@ class OpContract(Composition):
     op_name: str
     shares_code_with: str | None = None
     """Another op with the same kernels and plain code. This op's tests of the wrapper do not run in interpreters."""
+    is_a_special_case = False
+    """Whether kernels run this op as a special case of the one that it shares code with, so that interpreters run the
+    properties of that one only."""
     properties_in_default_tier = False
-    """Whether the properties of the plain implementation are in the default tier: of one op, which has all of them, and of a new one."""
+    """Whether the properties of the plain implementation are in the default tier: of one op, which has all of them, and of
+    a new one."""
     default_case: str | None = None
     """The small case that each implementation runs in the default tier; None for the first."""
     not_taken: frozenset[tuple[str, str]] = frozenset()
@@ -193,6 +197,8 @@ class OpContract(Composition):
             if not included or (name in NOT_INTERPRETED and _by_callbacks(implementation)):
                 continue
             if interpreted and self.shares_code_with is not None and name in INTERPRETED_ONCE:
+                continue
+            if interpreted and self.is_a_special_case and name in PROPERTIES:
                 continue
             if name in WRAPPER and self._wrapped_elsewhere(implementation):
                 continue
@@ -611,6 +617,14 @@ WRAPPER = (
 HELD_TO_THE_REFERENCE = ("test_forward_mode_and_second_order",)
 # Tests of the wrapper rather than of a kernel, slow in an interpreter: of kernels that several ops share, one op runs them.
 INTERPRETED_ONCE = ("test_shard_map", "test_vmap")
+PROPERTIES = (
+    "test_determinism",
+    "test_batch_independence",
+    "test_causality",
+    "test_chaining",
+    "test_packing",
+    "test_extremes",
+)
 
 
 def _by_callbacks(implementation: str) -> bool:

@@ -66,6 +66,7 @@ class DeltaRuleContract(OpContract):
 class TestDeltaRule(DeltaRuleContract):
     op_name = "delta_rule"
     shares_code_with = "gated_delta_rule"
+    is_a_special_case = True  # Without gates.
     not_interpreted = frozenset({"strong_gate"})
 
 

@@ -168,7 +168,7 @@ def test_the_verb_writes_both_and_refuses_what_it_cannot_read(records: Path, tmp
 @pytest.mark.slow
 def test_wandb_offline(records: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    # In a process of its own: wandb's service, if an earlier test started it in this one, may have ended since.
+    # In a process of its own, so that wandb's service ends with it.
     done = tilewright("report", str(records), "-o", "out", "--track", "wandb-offline", cwd=tmp_path)
     assert done.returncode == 0, done
     (run,) = (tmp_path / "out").glob("wandb/offline-run-*")

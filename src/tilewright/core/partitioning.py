@@ -172,11 +172,18 @@ def _required_placement(
     return placement
 
 
+_SEGMENT_IDS = ("B", "T")  # An argument of many ops, and a field of no call: api.py makes resets of them.
+
+
+def _letters(call_type: type[Call], name: str, rank: int) -> tuple[str, ...]:
+    return _SEGMENT_IDS if name == "segment_ids" else call_type.letters(name, rank)
+
+
 def _where(
     call_type: type[Call], name: str, shape: tuple[int, ...], at: int, mesh_axes: tuple[str, ...]
 ) -> tuple[str, str]:
     """Which axis of which argument is sharded over which mesh axes, as an error tells it; and the argument's name."""
-    argument, letters = ("segment_ids", ("B", "T")) if name == "segment_ids" else call_type.argument(name, shape)
+    argument, letters = (name, _SEGMENT_IDS) if name == "segment_ids" else call_type.argument(name, shape)
     named = [letter for letter, size in zip(letters, shape, strict=True) if not letter.isdigit() or int(letter) == size]
     spelled = [
         "..." if letter == "tokens0" else letter for letter in named if letter[:6] != "tokens" or letter[6:] == "0"
@@ -206,7 +213,7 @@ def _cannot_be_cut(
 ) -> ValueError:
     where, argument = _where(call_type, name, shape, at, mesh_axes)
     instead = "use jax.shard_map and exchange what the shards need"
-    letters = ("B", "T") if name == "segment_ids" else call_type.letters(name, len(shape))
+    letters = _letters(call_type, name, len(shape))
     if letters[at] in call_type.exchanged and len(mesh_axes) == 1:
         instead = (
             f"call {op}(..., axis_name={mesh_axes[0]!r}) inside jax.shard_map, which exchanges what the shards need"
@@ -228,7 +235,7 @@ def refuse_explicit(op: str, call_type: type[Call], **arrays: Any) -> None:
     for name, x in arrays.items():
         if x is None or AxisType.Explicit not in (sharding := jax.typeof(x).sharding).mesh.axis_types:
             continue
-        letters = ("B", "T") if name == "segment_ids" else call_type.letters(name, x.ndim)
+        letters = _letters(call_type, name, x.ndim)
         allowed = {letter for group in call_type.independent for letter in group} | set(call_type.reduced)
         for at, (letter, mesh_axes) in enumerate(zip(letters, _entries(sharding.spec, x.ndim), strict=True)):
             if mesh_axes and letter not in allowed:

@@ -231,14 +231,10 @@ class Attention(Layer[AttentionWeights]):
         q = heads(weights.q_proj, weights.q_norm, self.num_heads)  # [B, T, H, C]
         k = heads(weights.k_proj, weights.k_norm, self.num_kv_heads)  # [B, T, KV, C]
         v = split_heads(project(x, weights.v_proj), self.num_kv_heads)
-        # On Explicit mesh axes, which JAX does not join: the cache is where the new keys are, and the segments where x is.
+        # On Explicit mesh axes, which JAX does not join, the segments are where x is.
         batch = explicit_axes(x)[0]
-        if state is not None:
-            first = None if state.first is None else placed(state.first, [batch])
-            state = replace(state, first=first)
-            if not isinstance(state.keys, StackedCache):
-                keys, values = placed(state.keys, explicit_axes(k)), placed(state.values, explicit_axes(v))
-                state = replace(state, keys=keys, values=values)
+        if state is not None and state.first is not None:
+            state = replace(state, first=placed(state.first, [batch]))
         segment_ids = None if segment_ids is None else placed(segment_ids, [batch, ()])
         # The segments of a row, numbered 0, 1, 2, ... in order: an id that occurs again later is another segment.
         runs = None if segment_ids is None else jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
@@ -300,7 +296,10 @@ def cache_positions(length: Any, t: Size) -> Int[Array, "*rows T"]:
 
 
 def written(cache: Any, new: Float[Array, "B T *C"], length: Any) -> Any:
-    """The cache [B, S, ...] with new entries behind the `length` that it holds, or behind a length per row."""
+    """The cache [B, S, ...] with new entries behind the `length` that it holds, or behind a length per row.
+
+    On Explicit mesh axes, which JAX does not join, it is where the new entries are.
+    """
     if isinstance(cache, StackedCache):
         b, t = new.shape[:2]
         rows = jnp.arange(b, dtype=jnp.int32)[:, None]
@@ -308,7 +307,7 @@ def written(cache: Any, new: Float[Array, "B T *C"], length: Any) -> Any:
         new = new.astype(cache.stack.dtype)
         stack = cache.stack.at[cache.layer, rows, at].set(new, mode="drop", unique_indices=True)
         return StackedCache(stack, cache.layer)
-    new = new.astype(cache.dtype)
+    cache, new = placed(cache, explicit_axes(new)), new.astype(cache.dtype)
     if jnp.ndim(length) == 1:
         return jax.vmap(lambda row, own, at: jax.lax.dynamic_update_slice_in_dim(row, own, at, 0))(cache, new, length)
     return jax.lax.dynamic_update_slice_in_dim(cache, new, length, 1)
@@ -349,8 +348,9 @@ def _attend_grown(
     length = 0 if state is None else state.keys.shape[1]
     first = None if state is None else state.first
     if state is not None:
-        k = jnp.concatenate([state.keys.astype(k.dtype), k], axis=1)  # [B, S + T, KV, C]
-        v = jnp.concatenate([state.values.astype(v.dtype), v], axis=1)
+        keys, values = placed(state.keys, explicit_axes(k)), placed(state.values, explicit_axes(v))
+        k = jnp.concatenate([keys.astype(k.dtype), k], axis=1)  # [B, S + T, KV, C]
+        v = jnp.concatenate([values.astype(v.dtype), v], axis=1)
     segments = None
     if runs is not None or first is not None:
         batch = explicit_axes(q)[0]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
-from tilewright.layers.attention import StackedCache, attend_over, cache_positions, held, written
+from tilewright.layers.attention import attend_over, cache_positions, held, written
 from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
@@ -152,10 +152,7 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         if state.length is None:
             raise ValueError("this state is a grown one, which a call without a state returned; use initial_state(...)")
         b, t = q.shape[:2]
-        # On Explicit mesh axes, which JAX does not join, the cache is where the new latents are.
-        stacked = isinstance(state.latents, StackedCache)
-        before = state.latents if stacked else placed(state.latents, explicit_axes(latents))
-        cache, length = written(before, latents, state.length), state.length + t
+        cache, length = written(state.latents, latents, state.length), state.length + t
         after = LatentState(cache, length)
         cache = held(cache).astype(q.dtype)
         capacity = cache.shape[1]
@@ -176,9 +173,8 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         r, c = self.latent_dim, self.key_dim
         kv_up = weights.kv_up
         kv_up = dequantize(kv_up, q.dtype) if isinstance(kv_up, QuantizedArray) else kv_up.astype(q.dtype)
-        kv_up = placed(
-            kv_up, [(), explicit_axes(q)[2]]
-        )  # Gathered where it is sharded over the axis of the batch (FSDP).
+        # Gathered where it is sharded over the axis of the batch (FSDP).
+        kv_up = placed(kv_up, [(), explicit_axes(q)[2]])
         up = kv_up.reshape(r, self.num_heads, c + self.value_dim)
         precision = None if q.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
         own = jnp.einsum("bthc,rhc->bthr", q[..., :c], up[..., :c], precision=precision)

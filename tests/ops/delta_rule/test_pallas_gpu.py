@@ -208,11 +208,10 @@ def test_more_stages_change_no_bit(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("forward", "backward"), [(32, 128)])
-def test_the_backward_takes_any_config_beside_any_of_the_forward(forward, backward):
-    """V=144 is padded to 192 for blocks of 32 and of 64 channels, and to 256 for blocks of 128."""
+def test_the_backward_takes_any_config_beside_any_of_the_forward():
+    """V=144 is padded to 192 for blocks of 32 channels, and to 256 for blocks of 128."""
     check = CaseCheck(find_op("gated_delta_rule"), _case("gated_delta_rule", "wide", 1, 70, 1, 64, 144), "bfloat16")
-    configs = DeltaRuleSm90Forward(block_v=forward), DeltaRuleSm90Backward(block_v=backward, stages=3)
+    configs = DeltaRuleSm90Forward(block_v=32), DeltaRuleSm90Backward(block_v=128, stages=3)
     with able_to_run("pallas_gpu"):
         results = check.check("pallas_gpu", configs)
     for result in results:

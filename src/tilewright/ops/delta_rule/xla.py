@@ -43,10 +43,9 @@ from tilewright.ops.delta_rule.matmul_precision import MatmulPrecision, batched_
 from tilewright.ops.delta_rule.wy_transform import (
     Chunk,
     Gates,
-    Segments,
     channel_passage,
     channel_scores,
-    inverses,
+    inverse,
     masks,
     same_segment,
 )
@@ -147,12 +146,10 @@ jax.tree_util.register_dataclass(Operands)
 
 def _chunk_operands(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, precision: MatmulPrecision) -> Operands:
     """The operands of one chunk and head: q and k [C, K], g [C] or [C, K], beta and starts [C]."""
-    made = masks(q.shape[0], 1, np.dtype(q.dtype), channels=g is not None and g.ndim == 2)
+    made = masks(q.shape[0], np.dtype(q.dtype), channels=g is not None and g.ndim == 2)
     mask = jax.tree.map(jnp.asarray, made)
-    segments = gates = None
-    if starts is not None:
-        count = jnp.cumsum(starts, dtype=jnp.int32)
-        segments = Segments(count[:, None], count[None, :])
+    segments = None if starts is None else jnp.cumsum(starts, dtype=jnp.int32)
+    gates = None
     if g is not None:
         g = jnp.maximum(g, LOWEST_GATE)
     if g is not None and g.ndim == 1:
@@ -161,21 +158,19 @@ def _chunk_operands(q: Any, k: Any, g: Any, beta: Any, starts: Any, *, precision
             # A product: on a CPU what XLA makes of jnp.cumsum is computed again for each pair that reads it.
             return jax.lax.dot_general(x, mask.seen, (((0,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
 
-        coarse, fine = coarse_and_fine(jax.lax.stop_gradient(g), sums)
-        gates = Gates(coarse[:, None], fine[:, None], coarse[None, :], fine[None, :])
-        g = g[None, :]
-    chunk = Chunk(q, k, beta[:, None], g, gates, segments, mask, precision)
+        gates = Gates(*coarse_and_fine(jax.lax.stop_gradient(g), sums))
+    chunk = Chunk(q, k, g, gates, segments, mask, precision)
     decay = chunk.decay
     # The barrier: laid out once, and not again for each product that reads it.
     reads, writes, across = jax.lax.optimization_barrier(jnp.concatenate([q, k], axis=0)), beta[:, None] * k, None
     if decay is None:
         assert g is not None
-        of_q, of_k = channel_scores(q, k, g, mask, 1, precision)
+        of_q, of_k = channel_scores(q, k, g, mask, precision)
         scores = jnp.concatenate([of_q, of_k], axis=0)  # [2 C, C]
         if segments is not None:
             scores = jnp.where(jnp.concatenate([same_segment(segments)] * 2, axis=0), scores, 0.0)
         scores = scores * beta[None, :]
-        into_q, into_k, onward_k, (across,) = channel_passage(chunk, 1)
+        into_q, into_k, onward_k, across = channel_passage(chunk)
         reads, writes = jnp.concatenate([into_q, into_k], axis=0), beta[:, None] * onward_k
     else:
         pairs = jnp.concatenate([decay.pairs, decay.pairs * mask.before], axis=0)
@@ -219,8 +214,8 @@ def _inverted_tangent(program: _Program, primals: Any, tangents: Any) -> tuple[j
 def _inverse(lower: jax.Array, precision: MatmulPrecision) -> jax.Array:
     """(I + L)^-1, [..., C, C], by the masks of wy_transform.py."""
     c = lower.shape[-1]
-    mask = jax.tree.map(jnp.asarray, masks(c, 1, np.dtype(lower.dtype), channels=False))
-    flat = jax.vmap(lambda one: inverses([one], mask, 1, precision)[0])(lower.reshape(-1, c, c))
+    mask = jax.tree.map(jnp.asarray, masks(c, np.dtype(lower.dtype), channels=False))
+    flat = jax.vmap(lambda one: inverse(one, mask, precision))(lower.reshape(-1, c, c))
     return flat.reshape(lower.shape)
 
 

@@ -130,7 +130,7 @@ def channel_operands(
     [chunks, B, 1, 1, C].
     """
     g, chunk = jnp.maximum(g, LOWEST_GATE), g.shape[-2]
-    mask = jax.tree.map(jnp.asarray, masks(chunk, 1, np.dtype(q.dtype), channels=True))
+    mask = jax.tree.map(jnp.asarray, masks(chunk, np.dtype(q.dtype), channels=True))
     reads, writes, across, scores = _one_segment(q, k, g, beta, mask)
     if starts is not None:
         count = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
@@ -221,7 +221,7 @@ def _by_halvings(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask
     """The scores of all rows, without those of a token with itself."""
 
     def chunk(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array) -> jax.Array:
-        of_q, of_k = channel_scores(q, k, g, mask, 1, PRECISION)
+        of_q, of_k = channel_scores(q, k, g, mask, PRECISION)
         return jnp.concatenate([of_q * mask.before, of_k], axis=0) * beta[None, :]
 
     for _ in g.shape[:-2]:

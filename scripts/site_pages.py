@@ -1,15 +1,18 @@
 """MkDocs' hook: the pages of the site that are not files under docs/, and the check of what was built.
 
 README.md is the home page; CONTRIBUTING.md, CHANGELOG.md and the comparison's README are pages. Each command of the
-command line gets a page from its own help, each op's page ends with the reference of its functions, and measurements get a
-list. Links between files of the repository become links between pages; a link to a file that is no page becomes its text.
+command line gets a page from its own help, each layer one from its docstrings and each model one from its file; each op's
+page ends with the reference of its functions, and measurements get a list. Links between files of the repository become
+links between pages; a link to a file that is no page becomes its text.
 
-A comment `<!-- plot: COLUMN | COLUMN -->` above a table draws these columns of it as bars, row by row.
+A comment `<!-- plot: COLUMN | COLUMN -->` above a table draws these columns of it as bars, row by row. The code of
+a comment `<!-- with: CODE -->`, which a page's examples take for granted, becomes a block that unfolds.
 
 After a build, `problems` finds links that lead nowhere and files that another host would have to serve. Each is a warning,
 with which `mkdocs build --strict` fails.
 """
 
+import ast
 import html
 import html.parser
 import logging
@@ -54,11 +57,14 @@ _PUBLIC = re.compile(r"^from (tilewright\.\S+) import (\w+) as \2$", re.M)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"(?ms)^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)[ \t]*$")
 
+_GIVEN = re.compile(r"(?ms)^<!-- with: (?P<code>.*?) ?-->$")
 _PLOT = re.compile(r"^<!-- plot: (?P<columns>[^\n]+) -->\n", re.M)
 _TABLE = re.compile(r"^(?P<head>\|[^\n]*\|)\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n?)+)", re.M)
 _FIGURE = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(ms|us|s\b)?")
 _LONGEST_BAR = 80
 """Per cent of the width; the figure stands behind the bar."""
+_CHIPS = {"h200": "H200", "cpu": "CPU"}
+"""Words of the names of pages of measurements; the others are about TPUs."""
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, None: 1.0}
 
 log = logging.getLogger("mkdocs.hooks.site_pages")
@@ -108,7 +114,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     if names := reference_of(at):
         markdown += "\n\n## Reference\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n"
     known = {file.src_uri for file in files}
-    return linked(plotted(markdown, at), source, at, known)
+    return linked(unfolding(plotted(markdown, at)), source, at, known)
 
 
 def on_post_build(*, config: Any) -> None:
@@ -138,6 +144,17 @@ def linked(markdown: str, source: str, page: str, known: set[str]) -> str:
         parts += [_LINK.sub(replaced, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*parts, _LINK.sub(replaced, markdown[end:])])
+
+
+def unfolding(markdown: str) -> str:
+    """The text of a page with the code of each `with` comment in a block that unfolds."""
+
+    def shown(match: re.Match[str]) -> str:
+        lines = ["```python", *match["code"].rstrip().splitlines(), "```"]
+        indented = "\n".join(f"    {line}" if line else "" for line in lines)
+        return f'??? note "What the code below takes for granted"\n\n{indented}\n'
+
+    return _GIVEN.sub(shown, markdown)
 
 
 def plotted(markdown: str, page: str) -> str:
@@ -207,7 +224,7 @@ def reference_of(page: str) -> list[str]:
     public = _PUBLIC.findall((ROOT / "src/tilewright/__init__.py").read_text())
     if match := re.fullmatch(r"ops/(\w+)\.md", page):
         return [f"tilewright.{name}" for module, name in public if module.startswith(f"tilewright.ops.{match[1]}.")]
-    packages = {"layers.md": "layers", "models.md": "models", "parallel.md": "parallel", "reference/masks.md": "masks"}
+    packages = {"models.md": "models", "parallel.md": "parallel", "reference/masks.md": "masks"}
     if page in packages:
         package = packages[page]
         init = (ROOT / f"src/tilewright/{package}/__init__.py").read_text()
@@ -236,9 +253,42 @@ def _generated() -> dict[str, str]:
         "What every op shares: `explain`, `target`, `interpret`, quantised arrays, and the error of a call that cannot run."
     )
     made["measurements/index.md"] = _measurements()
+    made |= {f"layers/{name}.md": _layer_page(name) for name in _layers()}
+    made |= {f"models/{path.stem}.md": _model_page(path) for path in _families()}
     for name, command in _verbs():
         made[f"verbs/{name.replace(' ', '_')}.md"] = _verb_page(name, command)
     return made
+
+
+def _layers() -> list[str]:
+    """The public layers."""
+    return [name for _, name in _PUBLIC.findall((ROOT / "src/tilewright/layers/__init__.py").read_text())]
+
+
+def _layer_page(name: str) -> str:
+    return (
+        f"# {name}\n\n[Layers](../layers.md) says what all layers share: weights, states, chunks, packed sequences.\n\n"
+        f"::: tilewright.layers.{name}\n    options:\n      heading_level: 2\n      inherited_members: true\n"
+        '      filters: ["!^_", "!^check_", "!^unpacked$", "!^rotated$"]\n'
+    )
+
+
+def _families() -> list[Path]:
+    """The files of the families of models."""
+    found = sorted((ROOT / "src/tilewright/models").glob("*.py"))
+    return [path for path in found if re.search(r"^def architecture\(", path.read_text(), re.M)]
+
+
+def _model_page(path: Path) -> str:
+    """A family of models: what it is, and its file, which says what its config.json means."""
+    code = path.read_text()
+    title, _, text = (ast.get_docstring(ast.parse(code)) or path.stem).partition(":")
+    return (
+        f"# {title}\n\n{text.strip()[:1].upper()}{text.strip()[1:]}\n\n"
+        "`tilewright.models.load` takes its checkpoints, and [models](../models.md) says what every model can do. This is "
+        f"the whole family, `src/tilewright/models/{path.name}`: what each key of its config.json means for its layers.\n\n"
+        f"```python\n{code}```\n"
+    )
 
 
 def _measurements() -> str:
@@ -257,7 +307,7 @@ def _measurements() -> str:
         text = path.read_text()
         title = re.sub(r",? \(?\d{4}-\d\d-\d\d\)?", "", text.splitlines()[0].removeprefix("# "))
         date = path.name[: len("2026-01-01")]
-        chip = "H200" if "-h200-" in path.name else "TPUs"
+        chip = next((chip for word, chip in _CHIPS.items() if f"-{word}-" in path.name), "TPUs")
         chip += ", estimates" if re.search("schedules|compiled", title) else ""
         plots, records = len(_PLOT.findall(text)), path.with_suffix(".jsonl").exists()
         lines.append(f"| {date} | {chip} | [{title}]({path.name}) | {plots or ''} | {'yes' if records else ''} |")

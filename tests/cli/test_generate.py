@@ -16,9 +16,12 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "models" / "qwen3"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer of its own: each id is a word."""
+    return checkpoint_with_tokenizer(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+def checkpoint_with_tokenizer(folder: Path) -> Path:
+    """Makes a checkpoint with a tokenizer: each id is a word, w0, w1, ..., and every other word is w0."""
     tokenizers = pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("model") / "qwen3"
     shutil.copytree(GOLDEN, folder)
     words = {f"w{number}": number for number in range(320)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))

@@ -16,15 +16,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "delta_attention_comparison" / "README.md"] + sorted(
-    DOCS.rglob("*.md")
-)
+_TOP = ("README.md", "CONTRIBUTING.md", "delta_attention_comparison/README.md")
+PAGES = [*(ROOT / name for name in _TOP), *sorted(DOCS.rglob("*.md"))]
 """Every page with code that a reader may copy."""
 KINDS = ("python", "sh", "toml", "text")
 
-_FENCE = re.compile(r'(?ms)^(?P<indent> *)```(?P<kind>\w*)(?: title="(?P<title>[^"\n]+)")?(?P<rest>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$')
+_FENCE = re.compile(
+    r'(?ms)^(?P<indent> *)```(?P<kind>\w*)(?: title="(?P<title>[^"\n]+)")?(?P<rest>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$'
+)
 _GIVEN = re.compile(r"(?ms)^<!-- with: (?P<code>.*?) ?-->$")
-_NEEDS = re.compile(r"(?:^|[.:;)] )(Needs [^\n]*)")
+_NEEDS = re.compile(r"(?:^|[.:;)]\s)(Needs [^\n]*)")
 _COMMENT = re.compile(r"(?:^| )# (.*)$")
 
 
@@ -95,7 +96,7 @@ def commands_of(page: Path) -> list[Command]:
         for line in block.code.splitlines() if block.kind == "sh" else ():
             comment = _COMMENT.search(line)
             text = line[: comment.start()].strip() if comment else line.strip()
-            said = re.search(r"\bneeds .*", comment[1]) if comment else None
+            said = re.search(r"\bneeds (?!no\b|nothing\b).*", comment[1]) if comment else None
             if text:
                 found.append(Command(block, text, said[0] if said else block.needs))
     return found

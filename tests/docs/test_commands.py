@@ -6,7 +6,7 @@ runs are named in `ELSEWHERE`. A new block is run by this file, or fails it.
 """
 
 import dataclasses
-import json
+import io
 import os
 import re
 import shlex
@@ -20,12 +20,15 @@ from typing import Any
 import pytest
 
 from tests.cli.test_cli import Done, ran
+from tests.cli.test_generate import checkpoint_with_tokenizer
 from tests.docs.blocks import DOCS, KINDS, PAGES, ROOT, Command, blocks_of, commands_of
 from tilewright.models.train_config import TrainConfig
 
 GUIDE, RECIPES = DOCS / "guide", DOCS / "recipes"
-FOLLOWED = ("add_a_kernel.md", "train_a_hybrid.md")
-"""Recipes whose files and commands a test of tests/docs/test_recipes.py follows, one after the other."""
+FOLLOWED = ("add_a_kernel.md",)
+"""Recipes whose files and commands tests/docs/test_recipes.py follows, one after the other."""
+WRITTEN = ("add_a_kernel.md", "train_a_hybrid.md")
+"""Recipes whose blocks with a title become files in tests/docs/test_recipes.py."""
 ELSEWHERE = {
     "pip install uv && uv run python delta_attention_comparison/benchmark_script.py": ".ci/run",
     "uv run python delta_attention_comparison/benchmark_script.py": ".ci/run",
@@ -58,52 +61,42 @@ def runnable(page: Path) -> list[Command]:
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what a clone has, and a small checkpoint with a tokenizer."""
+    """A folder with what a clone has, with records, tables of tuned configs, and a small checkpoint with a tokenizer."""
     folder = tmp_path / "clone"
     for name in ("src", "docs", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "tests" / "golden" / "models" / "qwen3", folder / "Qwen3-0.6B")
+    shutil.copytree(Path(__file__).parent / "tables", folder / "tables")  # What a search of minutes would write.
+    (folder / "results").mkdir()
+    shutil.copy(DOCS / "measurements" / "2026-11-15-h200-delta_rule.jsonl", folder / "results" / "bench.jsonl")
+    checkpoint_with_tokenizer(folder / "Qwen3-0.6B")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder
 
 
-def tokenizer_into(folder: Path) -> None:
-    """A tokenizer whose words are w0, w1, ...; every other word is w0."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{number}": number for number in range(320)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}w9 {{ message.content }} {% endfor %}w11"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-
-
 def run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a command as it is written."""
-    text = command.bare
-    if text.startswith("tilewright ") and not re.search(r"[|<>]|&&", text):
-        if text not in _DONE:
-            monkeypatch.setattr("sys.stdin", __import__("io").StringIO(ANSWERS.get(text, "")))
+    text, _, file = command.bare.partition(" > ")
+    if text.startswith("tilewright "):
+        done = _DONE.get(text)
+        if done is None:
+            monkeypatch.setattr("sys.stdin", io.StringIO(ANSWERS.get(text, "")))
             done = ran(*shlex.split(text)[1:], cwd=folder)
-            if _READ_ONLY.match(text):
-                _DONE[text] = done  # Several pages have it.
-        else:
-            done = _DONE[text]
+        if _READ_ONLY.match(text):
+            _DONE[text] = done  # Several pages have it.
+        if file:
+            (folder / file).write_text(done.stdout)
         code, told = done.code, done
     else:
-        tools = folder / ".bin"
-        tools.mkdir(exist_ok=True)
-        (tools / "tilewright").write_text(f'#!/bin/sh\nexec {sys.executable} -m tilewright "$@"\n')
-        (tools / "tilewright").chmod(0o755)
-        environment = os.environ | {"PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        process = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )  # fmt: skip
-        code, told = process.returncode, process
+        words = ["bash", "-euo", "pipefail", "-c", command.bare]
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        told = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        code = told.returncode
     assert code in ((0, 1) if MAY_FAIL.search(text) else (0,)), (command.where, told)
 
 
@@ -111,19 +104,19 @@ def run(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(page: Path, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = runnable(page)
-    if any("tilewright generate" in each.text for each in commands):
-        tokenizer_into(clone / "Qwen3-0.6B")
     if any(each.text.startswith("git ") for each in commands):
-        subprocess.run("git init -q && git config user.name x && git config user.email x@example.org", shell=True, cwd=clone, check=True)
+        made = "git init -q && git config user.name Test && git config user.email test@example.org"
+        subprocess.run(made, shell=True, cwd=clone, check=True)
     for command in commands:
         run(command, clone, monkeypatch)
 
 
 def test_every_block_has_a_kind_that_something_runs_or_reads() -> None:
     for page in PAGES:
+        assert "~~~" not in page.read_text(), f"{page.name}: begin blocks with three backquotes"
         for block in blocks_of(page):
             assert block.kind in (*KINDS, "given"), f"{block.where}: a block of kind {block.kind!r}; use one of {KINDS}"
-            assert block.title is None or page.name in FOLLOWED, f"{block.where}: no test writes {block.title}"
+            assert block.title is None or page.name in WRITTEN, f"{block.where}: no test writes {block.title}"
             recorded = page.parent.name == "measurements"  # Pages with the commands of their day, as text.
             assert not (recorded and block.kind != "text"), f"{block.where}: write it as text"
             runs = page.parent in (DOCS, DOCS / "ops", GUIDE, RECIPES) or page == ROOT / "README.md"
@@ -139,7 +132,14 @@ def test_commands_that_other_parts_of_ci_run_are_still_there() -> None:
     written = {each.text for page in PAGES for each in commands_of(page)}
     assert not ELSEWHERE.keys() - written
     steps = (ROOT / ".ci" / "run").read_text()
-    for word in ("ruff format", "ruff check", "pyright", "lint-imports", "mkdocs build --strict", "pytest -n 2 -m slow"):
+    for word in (
+        "ruff format",
+        "ruff check",
+        "pyright",
+        "lint-imports",
+        "mkdocs build --strict",
+        "pytest -n 2 -m slow",
+    ):
         assert word in steps
 
 
@@ -147,7 +147,8 @@ def test_a_mark_is_read_where_a_reader_sees_it(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "It needs little.\n\n```sh\na  # one\nb --x '# no'  # two, needs a GPU\n# a remark\n```\n\n"
-        "One row. Needs torch:\n\n```python\n1\n```\n\n```python\n# Needs libtpu.\n2\n```\n\n- item\n\n  ```sh\n  c\n  ```\n"
+        "One row. Needs torch:\n\n```python\n1\n```\n\n```python\n# Needs libtpu.\n2\n```\n"
+        "\n- item\n\n  ```sh\n  c\n  ```\n"
     )
     assert [(each.text, each.needs) for each in commands_of(page)] == [
         ("a", None),
@@ -184,5 +185,7 @@ def test_the_page_of_training_has_every_key() -> None:
     (block,) = (block for block in blocks_of(DOCS / "train.md") if block.kind == "toml")
     written = tomllib.loads(block.code)
     for field in dataclasses.fields(TrainConfig):
-        kind = next(each for each in (field.type, *getattr(field.type, "__args__", ())) if dataclasses.is_dataclass(each))
+        kind = next(
+            each for each in (field.type, *getattr(field.type, "__args__", ())) if dataclasses.is_dataclass(each)
+        )
         assert {each.name for each in dataclasses.fields(kind)} == set(written[field.name]), field.name

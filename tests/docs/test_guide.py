@@ -5,22 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.blocks import python_of
+
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guide"
 PAGES = sorted(path.name for path in GUIDE.glob("*.md") if path.name != "index.md")
 DEFAULT_TIER = ("02_grids.md",)
-
-
-def blocks(text: str) -> list[tuple[int, str]]:
-    """The Python blocks of a page, each with the line that it begins at."""
-    found = re.finditer(r"(?ms)^```python\n(.*?)^```$", text)
-    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
 
 
 @pytest.mark.parametrize(
     "page", [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in PAGES]
 )
 def test_the_code_of_a_chapter_runs(page: str) -> None:
-    code = blocks((GUIDE / page).read_text())
+    code = python_of(GUIDE / page)
     assert any("assert " in block for _, block in code)
     scope: dict = {"__name__": page}
     for line, block in code:

@@ -75,6 +75,14 @@ def test_the_columns_that_a_page_names_are_drawn_as_bars(hook: ModuleType, caplo
     assert "'theirs' is of no column of the next table" in caplog.text
 
 
+def test_what_examples_take_for_granted_is_shown(hook: ModuleType) -> None:
+    page = "# x\n\n<!-- with: import jax\n\nx = 1 -->\n\n```python\nx\n```\n"
+    assert hook.unfolding(page) == (
+        '# x\n\n??? note "What the code below takes for granted"\n\n'
+        "    ```python\n    import jax\n\n    x = 1\n    ```\n\n\n```python\nx\n```\n"
+    )
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of a server of these files on this machine."""
@@ -98,6 +106,8 @@ def test_the_site_builds_strictly_and_works_in_a_browser(hook: ModuleType, tmp_p
     assert done.returncode == 0, done.stderr
     assert "tilewright.flash_attention" in (site / "ops" / "attention.html").read_text()
     assert "--against" in (site / "verbs" / "bench.html").read_text()
+    assert "num_kv_heads" in (site / "layers" / "Attention.html").read_text()
+    assert "config.json" in (site / "models" / "kimi_linear.html").read_text()
     path = find_browser()
     if path is None:
         pytest.skip(f"none of {', '.join(NAMES)} is installed; on Debian: apt-get install chromium")
@@ -123,7 +133,8 @@ def test_the_site_builds_strictly_and_works_in_a_browser(hook: ModuleType, tmp_p
             "verbs/bench.html",
             "measurements/index.html",
             "frontier.html",
-            "guide/index.html",
+            "guide/07_flash_attention.html",
+            "layers/MoE.html",
         ):
             tab.size(390, 800)
             tab.open(f"{address}{page}")

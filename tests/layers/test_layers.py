@@ -11,7 +11,7 @@ import pytest
 
 import tilewright
 from tests.layers import equations
-from tilewright.layers import Attention, DeltaNet, KimiDeltaAttention, Qwen3NextGatedDeltaNet
+from tilewright.layers import Attention, DeltaNet, KimiDeltaAttention, LatentAttention, Qwen3NextGatedDeltaNet
 
 D = 48
 LAYERS: dict[str, Any] = {
@@ -299,9 +299,7 @@ def test_invalid_input_is_an_error_with_its_remedy(name: str) -> None:
         layer.apply(w, jnp.zeros((1, 5, 32)))
     with pytest.raises(ValueError, match=r"x is float16\[1, 5, 48\]; it must be float32 or bfloat16: x.astype"):
         layer.apply(w, jnp.zeros((1, 5, D), jnp.float16))
-    with pytest.raises(
-        ValueError, match=r"state is a \w+State of batch 2 and x has batch 1; .*initial_state\(batch=1\)"
-    ):
+    with pytest.raises(ValueError, match=r"state\.\w+ has batch 2 and x has batch 1; .*initial_state\(batch=1\)"):
         layer.apply(w, tokens(1, 5), state)
     with pytest.raises(
         ValueError, match=r"tensors has no 'layer.q_proj.weight'|tensors has no 'layer.in_proj_qkvz.weight'"
@@ -381,3 +379,16 @@ def test_a_checkpoint_of_other_sizes_is_an_error() -> None:
         ValueError, match=r"q_proj.weight has shape \[16, 48\] and this layer needs \[32, 48\].*config.json"
     ):
         LAYERS["deltanet"].from_checkpoint(held)
+
+
+def test_a_state_that_latent_attention_cannot_take_is_named() -> None:
+    layer = LatentAttention(d_model=32, num_heads=2, latent_dim=16, key_dim=16, shared_key_dim=8, value_dim=16)
+    w, x = layer.init(jax.random.key(0)), jnp.ones((2, 5, 32))
+    other = LAYERS["kda"].initial_state(2)
+    for state, message in (
+        (layer.initial_state(2, capacity=3), r"state has room for 3 tokens, holds 0, and x has T=5 more; .*capacity=5"),
+        (layer.initial_state(1, capacity=8), r"state\.latents has batch 1 and x has batch 2; they must be equal"),
+        (other, r"state is of type \w+ and LatentAttention takes LatentState; pass the state that this layer returned"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.apply(w, x, state)

@@ -300,7 +300,7 @@ def test_data_parallel_in_shard_map() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"experts_per_token": 7}, r"k=7 experts cannot be chosen from E=6; use 1 to 6"),
+        ({"experts_per_token": 7}, r"experts_per_token=7 cannot be chosen from num_experts=6; use 1 to 6"),
         ({"expert_dim": 0}, r"expert_dim=0 must be a positive integer"),
         ({"groups": (4, 2)}, r"groups=\(4, 2\): 4 groups do not divide E=6 experts; use a divisor of 6"),
         ({"shared_dim": -1}, r"shared_dim=-1 must be the channels of the shared expert, or 0 for none"),

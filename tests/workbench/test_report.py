@@ -54,6 +54,7 @@ def test_other_files_in_a_folder_are_one_line_or_none(tmp_path: Path) -> None:
         json.dumps({"step": 1, "loss": 2.0}) + "\n" + json.dumps({"step": 2}) + "\n"
     )
     (tmp_path / "settings.json").write_text(json.dumps({"op": 3}))
+    (tmp_path / "answer.json").write_text("42")
     found = read_files([tmp_path])
     assert list(found.files) == [str(tmp_path / "a.jsonl")]
     assert found.unread == [f"{tmp_path / 'training.jsonl'}: none of its lines is a record"]

@@ -96,9 +96,11 @@ class AttentionWeights:
 class Attention(Layer[AttentionWeights]):
     r"""Causal softmax attention.
 
-    q, k = rope(norm(x Wq)), rope(norm(x Wk));  v = x Wv
-    o = softmax(q k^T / sqrt(C)) v, causal
-    y = o Wo, or (o * sigmoid(x Wg)) Wo where gated
+    For tokens x:
+
+        q, k = rope(norm(x Wq)), rope(norm(x Wk));  v = x Wv
+        o = softmax(q k^T / sqrt(C)) v, causal
+        y = o Wo, or (o * sigmoid(x Wg)) Wo where gated
     """
 
     weights = AttentionWeights
@@ -260,14 +262,7 @@ class Attention(Layer[AttentionWeights]):
         capacity = state.keys.shape[1] if isinstance(state, AttentionState) else 0
         slots = (capacity, self.num_kv_heads, self.head_dim)
         self.check_state(state, x, keys=slots, values=slots)
-        t = x.shape[1]
-        # A traced length is not known here; the outputs of tokens past the end are then NaN.
-        length = 0 if state.length is None or isinstance(state.length, Tracer) else int(jnp.max(state.length))
-        if state.length is not None and length + t > capacity:
-            raise ValueError(
-                f"state has room for {capacity} tokens, holds {length}, and x has T={t} more; make it larger with "
-                f"initial_state(batch, capacity={length + t}) or more"
-            )
+        check_room(state.length, capacity, x.shape[1])
 
 
 def attend_over(
@@ -287,6 +282,19 @@ def attend_over(
     axes = explicit_axes(q)
     segment_ids = None if segment_ids is None else placed(segment_ids, axes[:2])
     return run_on_parts(attend, (q, k, v, segment_ids), P(*axes))
+
+
+def check_room(length: Any, capacity: Size, t: Size) -> None:
+    """Raises where t more tokens do not fit a fixed cache that holds `length`; a grown one has None, and takes any."""
+    if length is None:
+        return
+    # A traced length is not known here; the outputs of tokens past the end are then NaN.
+    held = 0 if isinstance(length, Tracer) else int(jnp.max(length))
+    if held + t > capacity:
+        raise ValueError(
+            f"state has room for {capacity} tokens, holds {held}, and x has T={t} more; make it larger with "
+            f"initial_state(batch, capacity={held + t}) or more"
+        )
 
 
 def cache_positions(length: Any, t: Size) -> Int[Array, "*rows T"]:

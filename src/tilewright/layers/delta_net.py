@@ -34,10 +34,12 @@ class DeltaNetWeights:
 class DeltaNet(DeltaLayer[DeltaNetWeights]):
     r"""DeltaNet.
 
-    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
-    beta = sigmoid(x Wb), or 2 sigmoid(x Wb) with negative_eigenvalues
-    o = delta_rule(q, k, v, beta)
-    y = RMSNorm(o) Wo
+    For tokens x:
+
+        q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
+        beta = sigmoid(x Wb), or 2 sigmoid(x Wb) with negative_eigenvalues
+        o = delta_rule(q, k, v, beta)
+        y = RMSNorm(o) Wo
     """
 
     weights = DeltaNetWeights

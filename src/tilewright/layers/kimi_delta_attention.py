@@ -41,10 +41,12 @@ class KimiDeltaAttentionWeights:
 class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
     r"""Kimi Delta Attention.
 
-    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
-    g = -exp(A_log) softplus(x Wf_down Wf_up + dt_bias);  beta = sigmoid(x Wb)
-    o = kda(q, k, v, g, beta)
-    y = (RMSNorm(o) * sigmoid(x Wg_down Wg_up)) Wo
+    For tokens x:
+
+        q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
+        g = -exp(A_log) softplus(x Wf_down Wf_up + dt_bias);  beta = sigmoid(x Wb)
+        o = kda(q, k, v, g, beta)
+        y = (RMSNorm(o) * sigmoid(x Wg_down Wg_up)) Wo
 
     With `full_rank_gate`, as in Kimi-K3, one matrix Wg takes the place of Wg_down Wg_up.
     """

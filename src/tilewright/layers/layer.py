@@ -248,7 +248,7 @@ class Layer[W]:
         """Raises where a state is not this layer's, or of another batch. `wanted`: the shapes of its fields after B."""
         own, remedy = type(self).__name__, "pass the state that this layer returned, or None to begin"
         if not isinstance(state, self.state):
-            raise ValueError(f"state is a {type(state).__name__} and {own} takes a {self.state.__name__}; {remedy}")
+            raise ValueError(f"state is of type {type(state).__name__} and {own} takes {self.state.__name__}; {remedy}")
         for name, shape in wanted.items():
             value = getattr(state, name)
             if value.shape[1:] != shape:
@@ -256,13 +256,15 @@ class Layer[W]:
                 raise ValueError(f"state.{name} is {shown(value)} and this {own} takes {takes}; {remedy}")
             if value.shape[0] != x.shape[0]:
                 raise ValueError(
-                    f"state is a {type(state).__name__} of batch {value.shape[0]} and x has batch {x.shape[0]}; they must "
+                    f"state.{name} has batch {value.shape[0]} and x has batch {x.shape[0]}; they must "
                     f"be equal: use initial_state(batch={x.shape[0]}), or pass the states of these rows"
                 )
 
     def check_tokens(self, x: jax.Array) -> None:
         """Raises where x is not [B, T, d_model] of a dtype that the ops take."""
         d_model = self.d_model
+        if not hasattr(x, "ndim"):
+            raise TypeError(f"x is of type {type(x).__name__}; it must be an array [B, T, D]: pass jnp.asarray(x)")
         if x.ndim != 3:
             remedy = "; pass x[None] for a single sequence" if x.ndim == 2 else ""
             raise ValueError(f"x is {shown(x)}; it must be [B, T, D] with D={d_model}{remedy}")

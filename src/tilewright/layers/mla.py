@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
-from tilewright.layers.attention import attend_over, cache_positions, held, written
+from tilewright.layers.attention import attend_over, cache_positions, check_room, held, written
 from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
@@ -57,8 +57,10 @@ class LatentAttentionWeights:
 class LatentAttention(Layer[LatentAttentionWeights]):
     r"""Causal attention from latents.
 
-    c, e = norm(x Wdown);  k = [c Wup_k, e], v = c Wup_v;  q = x Wq
-    y = (softmax(q k^T / sqrt(C + E)) v) Wo, causal
+    For tokens x:
+
+        c, e = norm(x Wdown);  k = [c Wup_k, e], v = c Wup_v;  q = x Wq
+        y = (softmax(q k^T / sqrt(C + E)) v) Wo, causal
 
     No positions: Kimi Linear leaves them to its delta layers.
     """
@@ -132,6 +134,9 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         else:
             if segment_ids is not None:
                 raise ValueError("LatentAttention takes segment_ids without a state only; pass one sequence per row")
+            capacity = state.latents.shape[1] if isinstance(state, LatentState) else 0
+            self.check_state(state, x, latents=(capacity, r + self.shared_key_dim))
+            check_room(state.length, capacity, t)
             o, after = self._attend_cache(weights, q, latents, state, implementation)
         assert isinstance(o, jax.Array)
         y = project(o.reshape(b, t, h * self.value_dim), weights.o_proj)

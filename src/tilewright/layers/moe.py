@@ -86,9 +86,11 @@ class _MeshAxes:
 class MoE(Layer[MoEWeights]):
     r"""Mixture of experts.
 
-    w, e = moe_route(x Wr)
-    y = sum_j w_j (silu(x Wgate_e) * (x Wup_e)) Wdown_e,  over the k experts e = e_j of a token
-    y += the same of the shared expert, times sigmoid(x Ws) where it has a gate
+    For tokens x:
+
+        w, e = moe_route(x Wr)
+        y = sum_j w_j (silu(x Wgate_e) * (x Wup_e)) Wdown_e,  over the k experts e = e_j of a token
+        y += the same of the shared expert, times sigmoid(x Ws) where it has a gate
     """
 
     weights = MoEWeights
@@ -118,6 +120,11 @@ class MoE(Layer[MoEWeights]):
 
     def __post_init__(self) -> None:
         self.check_sizes("d_model", "num_experts", "experts_per_token", "expert_dim")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} cannot be chosen from num_experts={self.num_experts}; use "
+                f"1 to {self.num_experts}"
+            )
         check_routing(self.num_experts, self.experts_per_token, scoring=self.scoring, groups=self.groups)
         if not isinstance(self.shared_dim, int) or self.shared_dim < 0:
             raise ValueError(f"shared_dim={self.shared_dim!r} must be the channels of the shared expert, or 0 for none")

@@ -39,10 +39,12 @@ class Qwen3NextGatedDeltaNetWeights:
 class Qwen3NextGatedDeltaNet(DeltaLayer[Qwen3NextGatedDeltaNetWeights]):
     r"""Gated DeltaNet.
 
-    q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
-    g = -exp(A_log) softplus(x Wa + dt_bias);  beta = sigmoid(x Wb)
-    o = gated_delta_rule(q, k, v, g, beta)
-    y = (RMSNorm(o) * silu(x Wz)) Wo
+    For tokens x:
+
+        q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));  q, k normalised to length 1 per head
+        g = -exp(A_log) softplus(x Wa + dt_bias);  beta = sigmoid(x Wb)
+        o = gated_delta_rule(q, k, v, g, beta)
+        y = (RMSNorm(o) * silu(x Wz)) Wo
     """
 
     weights = Qwen3NextGatedDeltaNetWeights

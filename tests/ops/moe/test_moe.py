@@ -109,6 +109,15 @@ def test_extreme_logits(name: str) -> None:
     assert all(len(set(row)) == K for row in experts.tolist())
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_nan_among_the_logits_of_a_token_is_in_its_weights(scoring: Any) -> None:
+    logits = jnp.array([[1.0, jnp.nan, 2.0, 3.0], [1.0, 0.0, 2.0, 3.0]])
+    for k in (1, 2):
+        weights, _ = tilewright.moe_route(logits, k, scoring=scoring)
+        assert np.all(np.isnan(weights[0]))
+        assert np.all(np.isfinite(weights[1]))
+
+
 def test_of_equal_scores_the_lowest_index_comes_first() -> None:
     _, experts, *_ = jitted("qwen3_next")(jnp.zeros((8, E)), jnp.zeros((8, K)))
     np.testing.assert_array_equal(experts, np.tile(np.arange(K), (8, 1)))

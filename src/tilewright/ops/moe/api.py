@@ -69,7 +69,7 @@ def moe_route(
         neighbouring experts, and its score is the sum of its two best s + bias.
 
     Returns:
-      weights, float32 [..., k], and experts, int32 [..., k].
+      weights, float32 [..., k], and experts, int32 [..., k]. A token with a NaN among its logits has NaN weights.
     """
     logits = jnp.asarray(logits)
     if logits.ndim < 1 or logits.dtype.name not in FLOATING:

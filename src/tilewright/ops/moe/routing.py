@@ -32,7 +32,11 @@ def route(call: RouteCall) -> tuple[jax.Array, jax.Array]:
     if call.groups is not None:
         preference = _in_best_groups(preference, *call.groups)
     _, experts = jax.lax.top_k(preference, call.k)  # [*tokens, C]; of equal ones the lowest index first.
-    return _weights(call, logits, _taken(logits, experts)) * call.scale, experts.astype(jnp.int32)
+    weights = _weights(call, logits, _taken(logits, experts)) * call.scale
+    # A NaN may not be among the chosen.
+    is_nan = jnp.any(jnp.isnan(jax.lax.stop_gradient(logits)), axis=-1, keepdims=True)
+    weights = jnp.where(jnp.broadcast_to(is_nan, weights.shape), jnp.nan, weights)
+    return weights, experts.astype(jnp.int32)
 
 
 def _weights(call: RouteCall, logits: Float[Array, "*tokens E"], chosen: Float[Array, "*tokens C"]) -> jax.Array:

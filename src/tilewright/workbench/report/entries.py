@@ -209,6 +209,9 @@ def _objects(path: Path, unread: list[str]) -> Iterator[tuple[str, Any]]:
             return
         if isinstance(data, dict):  # The document of a verb's --json has a list of them.
             data = data.get("records", data.get("reports", [data]))
+        if not isinstance(data, list):
+            unread.append(f"{path}: it has no records")
+            return
         for number, each in enumerate(data, 1):
             yield f"{path}: {number}", each
         return

@@ -69,6 +69,63 @@ def test_values_and_gradients_are_those_of_one_device(op: str, mesh) -> None:
         np.testing.assert_allclose(jax.device_get(got), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("axes", [("data", "model"), ("data",)], ids=["and heads", "alone"])
+@pytest.mark.parametrize("op", ["gated_delta_rule", "matmul"])
+def test_elements_of_a_vmap_are_cut(op: str, axes: tuple[str, ...]) -> None:
+    """Each device has its own elements, and for `matmul`, which cannot be one larger call then, their own d w."""
+    mesh = jax.make_mesh((2, 2)[: len(axes)], axes, axis_types=(AxisType.Explicit,) * len(axes))
+    if op == "matmul":
+        arrays, specs, mapped = [draw(4, 6, 16), draw(16, 8, seed=1)], [P("data"), P()], (0, None)
+    else:
+        arrays = [draw(4, *value.shape) for value, _ in CALLS[op].values()]
+        specs = [P("data", *(axis if axis in axes[1:] else None for axis in spec)) for _, spec in CALLS[op].values()]
+        mapped = (0,) * len(arrays)
+
+    def one(*arrays: jax.Array) -> Any:
+        options = {"normalize_qk": True} if op == "gated_delta_rule" else {}
+        return getattr(tilewright, op)(*arrays, **options, implementation="xla")
+
+    def gradients(*arrays: jax.Array) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            return sum((jnp.mean(jnp.square(out)) for out in jax.tree.leaves(one(*arrays))), start=jnp.zeros(()))
+
+        return jax.grad(loss, tuple(range(len(arrays))))(*arrays)
+
+    def both(*arrays: jax.Array) -> Any:
+        return jax.vmap(one, mapped)(*arrays), jax.vmap(gradients, mapped)(*arrays)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(both)(
+            *(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True))
+        )
+    heads = "@model" if len(axes) > 1 else ""
+    expected = "float32[4@data,6,8]" if op == "matmul" else f"float32[4@data,4,16,4{heads},16]"
+    assert str(jax.typeof(jax.tree.leaves(got)[0])) == expected
+    for one_of, want in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(both)(*arrays)), strict=True):
+        np.testing.assert_allclose(jax.device_get(one_of), want, rtol=1e-4, atol=1e-5)
+
+
+def test_labels_and_weights_go_where_the_rows_are(mesh) -> None:
+    """Sharded over another mesh axis than x, they are moved; the loss is sharded as x is."""
+    arrays = draw(16, 8), draw(8, 32, seed=1), jnp.arange(16).at[3].set(-100), draw(16, seed=2)
+    specs = P("data"), P(), P("model"), P(("data", "model"))
+
+    @jax.jit
+    def losses(x: jax.Array, w: jax.Array, labels: jax.Array, weights: jax.Array) -> Any:
+        def total(x: jax.Array, w: jax.Array, weights: jax.Array) -> Any:
+            loss = tilewright.linear_cross_entropy(x, w, labels, weights=weights, implementation="xla")
+            return jnp.sum(jnp.asarray(loss)), loss
+
+        return jax.grad(total, (0, 1, 2), has_aux=True)(x, w, weights)
+
+    with jax.set_mesh(mesh):
+        cut = [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(arrays, specs, strict=True)]
+        got = losses(*cut)
+    assert str(jax.typeof(got[1])) == "float32[16@data]"
+    for one, want in zip(jax.tree.leaves(got), jax.tree.leaves(losses(*arrays)), strict=True):
+        np.testing.assert_allclose(jax.device_get(one), want, rtol=1e-4, atol=1e-5)
+
+
 def test_an_axis_that_cannot_be_cut_is_refused_with_the_way_out(mesh) -> None:
     x = jax.device_put(draw(B, T, D), NamedSharding(mesh, P(None, None, "model")))
     told = (

@@ -74,17 +74,20 @@ def able_to_run(implementation: str, *, plain: bool = False) -> Iterator[None]:
         yield
 
 
-def kernels_in(jaxpr: Any) -> int:
-    """The number of Pallas kernels in a jaxpr, including those inside loops and transformations."""
-    count = 0
+def kernels_of(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr that are Pallas kernels, including those inside loops and transformations."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("pallas_call", "mpmd_map", "core_map"):
-            count += 1
+            yield equation
             continue
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(value, "jaxpr", value)  # A ClosedJaxpr has a Jaxpr.
-            count += kernels_in(inner) if hasattr(inner, "eqns") else 0
-    return count
+            yield from kernels_of(inner) if hasattr(inner, "eqns") else ()
+
+
+def kernels_in(jaxpr: Any) -> int:
+    """The number of Pallas kernels in a jaxpr."""
+    return len(list(kernels_of(jaxpr)))
 
 
 def collectives(compiled: Any) -> dict[str, int]:

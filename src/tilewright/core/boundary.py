@@ -23,8 +23,8 @@ def identity(name: str, lower: Callable[..., Any] = lambda ctx, x, **_: [x]) -> 
     primitive.def_abstract_eval(lambda x, **_: x)
     mlir.register_lowering(primitive, lower)
 
-    def batch(args: Any, axes: Any, **params: Any) -> Any:
-        return primitive.bind(*args, **params), axes[0]
+    def batch(args: Any, dims: Any, /, **params: Any) -> Any:
+        return primitive.bind(*args, **params), dims[0]
 
     batching.primitive_batchers[primitive] = batch
     return primitive

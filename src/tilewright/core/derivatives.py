@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from tilewright.core.partitioning import explicit_axes, placed
+
 
 def with_derivatives(
     function: Callable[..., Any],
@@ -118,9 +120,12 @@ def _transpose(cotangents: Any, *operands: Any, transpose: Any, num_saved: int, 
 def _batch(operands: Any, axes: Any, *, evaluate: Any, transpose: Any, num_saved: int, avals: Any) -> Any:
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    pairs = zip(operands, axes, strict=True)
+    over = next((found for x, axis in pairs if axis is not None and (found := explicit_axes(x)[0])), ())
     for n in range(num_saved, len(operands)):
         if axes[n] is None:
-            operands[n] = jnp.broadcast_to(operands[n], (size, *operands[n].shape))
+            many = jnp.broadcast_to(operands[n], (size, *operands[n].shape))
+            operands[n] = placed(many, [over, *explicit_axes(many)[1:]])
     saved_axes = [None if axis is None else 0 for axis in axes[:num_saved]]
 
     def mapped(function: Any) -> Any:
@@ -132,7 +137,7 @@ def _batch(operands: Any, axes: Any, *, evaluate: Any, transpose: Any, num_saved
         evaluate=mapped(evaluate),
         transpose=mapped(transpose),
         num_saved=num_saved,
-        avals=tuple(unmapped_aval(size, 0, aval) for aval in avals),
+        avals=tuple(unmapped_aval(size, 0, aval, over or None) for aval in avals),
     )
     return results, [0] * len(results)
 

@@ -21,7 +21,16 @@ from tilewright.core.call import Call, Shard, Static, batch_size, can_merge, ele
 from tilewright.core.derivatives import with_derivatives
 from tilewright.core.implementation import KERNEL_PLATFORM, Implementation
 from tilewright.core.manual_axes import varying_axes, with_axes, without_axes
-from tilewright.core.partitioning import Axes, CallPass, Letters, axes_of_compiler, run_partitioned, run_replicated
+from tilewright.core.partitioning import (
+    Axes,
+    CallPass,
+    Letters,
+    axes_of_compiler,
+    axes_of_elements,
+    run_elements,
+    run_partitioned,
+    run_replicated,
+)
 
 
 @dataclass(frozen=True)
@@ -282,6 +291,9 @@ def _forward(request: Request, call: Call, *, save: bool) -> tuple[Any, Any, Sta
     def _(size: int, batched: Any, call: Call) -> tuple[Any, Any]:
         for decision in noted:
             request.forget(decision)
+        if over := axes_of_elements(batched, (call,)):
+            results = run_elements(functools.partial(_forward, request, save=save), batched, (call,), over)
+            return results, jax.tree.map(lambda _: True, results)
         joined, flags = call.join_shared(batched[0], size)
         element = element_of(joined, flags)
         implementation = request.settle(element, differentiated=save).implementation
@@ -313,6 +325,10 @@ def _backward(
 
     @function.def_vmap
     def _(size: int, batched: Any, call: Call, saved: Any, cotangents: Any) -> tuple[Any, Any]:
+        if over := axes_of_elements(batched, (call, saved, cotangents)):
+            backward = functools.partial(_backward, request, chosen, dropped)
+            gradients = run_elements(backward, batched, (call, saved, cotangents), over)
+            return gradients, jax.tree.map(lambda _: True, gradients)
         whole = call.with_arrays(dropped)
         element = element_of(whole, batched[0])
         implementation = request.settle(element, differentiated=True, chosen=chosen).implementation

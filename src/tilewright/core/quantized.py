@@ -11,16 +11,19 @@ block of zeros has the scale 0. The error of an element is at most scale / 2 for
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from tilewright.core.arguments import shown
 from tilewright.core.chip import CHIPS
 from tilewright.core.numerics import accumulator
+from tilewright.core.partitioning import axes_named, explicit_axes, run_on_parts
 from tilewright.core.target import current_chip
 
 Layout = Literal["row_major", "column_major"]
@@ -91,8 +94,13 @@ def unpacked(stored: Array) -> Array:
 def expanded_scales(scales: Array, shape: tuple[int, int]) -> Array:
     """One scale per element of the last two axes, from one per block."""
     for axis, size in zip((-2, -1), shape, strict=True):
-        if scales.shape[axis] not in (1, size):
-            scales = jnp.repeat(scales, size // scales.shape[axis], axis=axis)
+        if (n := scales.shape[axis]) not in (1, size):
+            # Not `jnp.repeat`, which takes no array that is sharded over Explicit mesh axes.
+            at = scales.ndim + axis
+            kept = [each for each in range(scales.ndim + 1) if each != at + 1]
+            times = (*scales.shape[: at + 1], size // n, *scales.shape[at + 1 :])
+            repeated = (*scales.shape[:at], n * (size // n), *scales.shape[at + 1 :])
+            scales = jax.lax.broadcast_in_dim(scales, times, kept).reshape(repeated)
     return scales
 
 
@@ -130,19 +138,60 @@ def quantize(
     sizes = _block_sizes(x.shape[-2:], block)
     if name == "int4" and x.shape[-2] % 2:
         raise ValueError(f"x is {shown(x)}; int4 stores two rows per byte, so its rows must be even: pad x by a row")
+    layout = layout or ("row_major" if name.startswith("int") and current_chip().platform != "gpu" else "column_major")
+    *outer, of_rows, of_columns = explicit_axes(x)
+    if not (of_rows or of_columns):
+        return QuantizedArray(*_quantized(x, name, sizes, layout, ()), name, layout)
+    # On Explicit mesh axes each device quantises its own part. Where a block is a whole axis, the parts share their scales.
+    whole = [size == n for size, n in zip(sizes, x.shape[-2:], strict=True)]
+    parts = _part_sizes(x, name, sizes, whole, (of_rows, of_columns))
+    shared = (*(of_rows if whole[0] else ()), *(of_columns if whole[1] else ()))
+    of_stored = (of_rows, of_columns) if layout == "row_major" else (of_columns, of_rows)
+    of_scales = (() if whole[0] else of_rows, () if whole[1] else of_columns)
+    stored, scales = run_on_parts(
+        lambda x: _quantized(x, name, parts, layout, shared), [x], (P(*outer, *of_stored), P(*outer, *of_scales))
+    )
+    return QuantizedArray(stored, scales, name, layout)
+
+
+def _quantized(x: Array, name: str, sizes: tuple[int, int], layout: Layout, shared: tuple[str, ...]) -> tuple[Any, Any]:
+    """Values as they are stored, and scales. Scales are the same along the mesh axes `shared` (`jax.shard_map`)."""
     x = jax.lax.stop_gradient(x).astype(accumulator(x.dtype))
     *outer, rows, columns = x.shape
     blocks = x.reshape(*outer, rows // sizes[0], sizes[0], columns // sizes[1], sizes[1])
     highest = jnp.max(jnp.abs(blocks), axis=(-3, -1), initial=0.0)  # [..., R / rows, C / columns]
+    highest = jax.lax.pmax(highest, shared) if shared else highest
     scales = highest / LARGEST[name]
     scaled = blocks / jnp.where(scales == 0, 1.0, scales)[..., :, None, :, None]
     integer = name.startswith("int")
     values = jnp.round(scaled) if integer else scaled
     stored = values.reshape(x.shape).astype(jnp.int8 if integer else name)
     stored = packed(stored) if name == "int4" else stored
-    layout = layout or ("row_major" if integer and current_chip().platform != "gpu" else "column_major")
     stored = stored if layout == "row_major" else jnp.swapaxes(stored, -1, -2)
-    return QuantizedArray(stored, scales.astype(jnp.float32), name, layout)
+    return stored, scales.astype(jnp.float32)
+
+
+def _part_sizes(
+    x: Array, name: str, sizes: tuple[int, int], whole: list[bool], axes: tuple[tuple[str, ...], tuple[str, ...]]
+) -> tuple[int, int]:
+    """The block sizes of one device's part. Raises where a block, or the two rows of an int4 byte, have two parts."""
+    mesh = jax.typeof(x).sharding.mesh
+    found = []
+    for axis, (size, over) in enumerate(zip(sizes, axes, strict=True)):
+        part = x.shape[axis - 2] // math.prod(mesh.shape[each] for each in over)
+        step = 1 if whole[axis] else size
+        step = math.lcm(step, 2) if name == "int4" and axis == 0 else step
+        if part % step:
+            letter, unit = ("R", "rows") if axis == 0 else ("C", "columns")
+            of_block = not whole[axis] and part % size
+            why = f"a block has {size} {unit}" if of_block else "a byte of int4 has two rows"
+            raise ValueError(
+                f"quantize: x is sharded over {axes_named(over)} along its axis {letter}, of [..., R, C], in parts of "
+                f"{part} {unit}, and {why}; pass jax.sharding.reshard(x, ...) without it, or make the parts whole "
+                f"multiples of {step}"
+            )
+        found.append(part if whole[axis] else size)
+    return found[0], found[1]
 
 
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Array:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tilewright
-from tests.ops.composition import mesh_of
+from tests.ops.composition import collectives, mesh_of
 from tests.ops.contract import OpContract
 from tilewright import QuantizedArray, dequantize, fp8_matmul, matmul, quantize
 from tilewright.ops.matmul.call import MatmulCall
@@ -217,7 +217,76 @@ def test_fp8_matmul_on_meshes() -> None:
     assert relative(got, want) < 0.06
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "reduced"), [((), 1), (("y",), 2)], ids=["rows", "rows and columns"])
+def test_fp8_matmul_is_cut_by_the_compiler(columns: tuple[str, ...], reduced: int) -> None:
+    """Under Auto axes nothing is gathered; dw is summed over the devices that share its columns, and dx its rows."""
+    arrays, mesh = (draw(2, 128, 128), draw(128, 256, seed=1), draw(2, 128, 256, seed=2)), mesh_of(AxisType.Auto)
+    specs = (("x",), (None, *columns), ("x", None, *columns))
+    cut = [jax.device_put(a, NamedSharding(mesh, PartitionSpec(*axes))) for a, axes in zip(arrays, specs, strict=True)]
+
+    def gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        return jax.vjp(fp8_matmul, x, w)[1](dy)
+
+    compiled = jax.jit(gradients).lower(*cut).compile()
+    assert collectives(compiled) == {"all-reduce": reduced}
+    for got, want in zip(compiled(*cut), jax.jit(gradients)(*arrays), strict=True):
+        np.testing.assert_allclose(jax.device_get(got), want, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_matmul_has_one_reverse_derivative() -> None:
+    x, w = draw(4, 8), draw(8, 4, seed=1)
+    with pytest.raises(tilewright.Unsupported, match="fp8_matmul has no second derivative"):
+        jax.grad(lambda w: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.square(fp8_matmul(x, w))))(x)))(w)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    [
+        ("int4", (4, None)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("int8", None), ("float8_e4m3fn", 2))),
+    ],
+)
+def test_quantised_on_explicit_axes_as_on_one_device(dtype: str, block: Any) -> None:
+    """By parts: blocks inside of one, or along a whole axis, whose scales the parts share."""
+    mesh, x = mesh_of(AxisType.Explicit), draw(16, 12)
+
+    @jax.jit
+    def there_and_back(x: jax.Array) -> tuple[QuantizedArray, jax.Array]:
+        x8 = quantize(x, dtype, block=block)
+        return x8, dequantize(x8)
+
+    with jax.set_mesh(mesh):
+        got = there_and_back(jax.device_put(x, NamedSharding(mesh, PartitionSpec("x", "y"))))
+    assert str(jax.typeof(got[1])) == "float32[16@x,12@y]"
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(jax.device_get(a), b), got, there_and_back(x))
+
+
 # What is refused.
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "block", "told"),
+    [
+        (
+            16,
+            "int8",
+            (16, 4),
+            "along its axis C, of .*parts of 6 columns, and a block has 4 columns; pass jax.sharding.res",
+        ),
+        (
+            6,
+            "int4",
+            None,
+            "mesh axis 'x' along its axis R, .*parts of 3 rows, and a byte of int4 has two rows; .* of 2$",
+        ),
+    ],
+)
+def test_blocks_of_two_devices_get_the_remedy(rows: int, dtype: str, block: Any, told: str) -> None:
+    mesh = mesh_of(AxisType.Explicit)
+    x = jax.device_put(draw(rows, 12), NamedSharding(mesh, PartitionSpec("x", "y")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=told):
+        quantize(x, dtype, block=block)
 
 
 @pytest.mark.parametrize(

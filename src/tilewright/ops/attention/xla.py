@@ -311,7 +311,8 @@ def bias_gradient(call: AttentionCall, statistics: BackwardRows, config: Attenti
             weights, d_weights, _ = rows.gradients(i, j)
             whole = rows.of_logits(i, weights, d_weights).reshape(blocks.b, blocks.h, blocks.block_q, blocks.block_k)
             added = blocks.bias_block(dbias, i, j) + jnp.sum(whole, axis=summed_over, keepdims=True)
-            at = (0, 0, 0 if dbias.shape[2] == 1 else i * blocks.block_q, j * blocks.block_k)
+            zero = jnp.int32(0)  # As `i` and `j` are: a Python number is int64 in 64-bit mode.
+            at = (zero, zero, zero if dbias.shape[2] == 1 else i * blocks.block_q, j * blocks.block_k)
             return jax.lax.dynamic_update_slice(dbias, added, at)
 
         return jax.lax.fori_loop(0, visits.count(j), step, dbias), None

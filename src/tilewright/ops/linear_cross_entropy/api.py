@@ -13,6 +13,7 @@ from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.nearest import did_you_mean
 from tilewright.core.numerics import accumulator
+from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 
 IGNORED_LABEL = -100
@@ -68,9 +69,9 @@ def linear_cross_entropy(
     x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
     weights = None if weights is None else jnp.asarray(weights)
     _validate(x, w, labels, weights, z_loss, soft_cap, reduction)
-    vocabulary = w.shape[1]
+    labels = _where_rows_are(labels, x)
     counted = labels != IGNORED_LABEL
-    in_range = (labels >= 0) & (labels < vocabulary)
+    in_range = (labels >= 0) & (labels < w.shape[1])
     # Implementations see labels in range only, so none of them can read out of bounds.
     safe_labels = jnp.where(in_range, labels, 0).astype(jnp.int32)
     if labels.size:
@@ -88,6 +89,7 @@ def linear_cross_entropy(
     loss = jnp.where(counted, loss, 0.0)
     counts = counted.astype(loss.dtype)
     if weights is not None:
+        weights = _where_rows_are(weights, loss)
         loss, counts = loss * weights.astype(loss.dtype), counts * weights.astype(loss.dtype)
 
     loss = loss if reduction == "none" else jnp.sum(loss)
@@ -95,6 +97,14 @@ def linear_cross_entropy(
         total = jnp.sum(counts)
         loss = jnp.where(total == 0, jnp.zeros_like(loss), loss) / jnp.where(total == 0, jnp.ones_like(total), total)
     return (loss, logsumexp) if return_logsumexp else loss
+
+
+def _where_rows_are(values: jax.Array, rows: jax.Array) -> jax.Array:
+    """Values per row: an axis that is sharded over other Explicit mesh axes than that of the rows is moved to theirs."""
+    there = explicit_axes(rows)
+    used = {axis for each in there for axis in each}
+    pairs = zip(explicit_axes(values), there, strict=False)
+    return placed(values, [of if own and of else tuple(axis for axis in own if axis not in used) for own, of in pairs])
 
 
 def _validate(

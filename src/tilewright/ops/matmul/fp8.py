@@ -1,6 +1,7 @@
 """`fp8_matmul`: a product whose forward and backward passes run in float8, for training with float weights."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +10,35 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from tilewright.core.arguments import FLOATING, shown
-from tilewright.core.boundary import reverse_mode_only
+from tilewright.core.boundary import not_differentiable, reverse_mode_only
+from tilewright.core.call import Call, Shard, array, option
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.manual_axes import vary_alike
-from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.core.partitioning import (
+    Axes,
+    CallPass,
+    Letters,
+    axes_of_compiler,
+    explicit_axes,
+    placed,
+    run_partitioned,
+)
 from tilewright.core.quantized import quantize
 from tilewright.ops.matmul.api import matmul
 
 _BLOCK = 128  # Values of the contracted axis that share a scale.
 
 
-class _Static(NamedTuple):
-    out_dtype: str
-    implementation: ImplementationName | None
+class _Fp8Call(Call):
+    """y = x w, with both quantised in every pass."""
+
+    independent = (("*tokens",), ("N",))
+    outputs = ("*tokens N",)
+
+    x: Float[Array, "*tokens K"] = array(batch=True)
+    w: Float[Array, "K N"] = array()
+    out_dtype: str = option()
+    implementation: ImplementationName | None = option()
 
 
 def fp8_matmul(
@@ -53,29 +70,28 @@ def fp8_matmul(
         raise ValueError(f"x is {shown(x)}; it must be [..., K] of float32 or bfloat16: x.astype(jnp.bfloat16)")
     if w.ndim != 2 or w.shape[0] != x.shape[-1] or w.dtype.name not in FLOATING:
         raise ValueError(f"w is {shown(w)} and x is {shown(x)}; w must be [K, N] with K={x.shape[-1]}, floating")
-    static = _Static(jnp.dtype(out_dtype or x.dtype).name, implementation)
+    out_dtype = jnp.dtype(out_dtype or x.dtype).name
     if 0 in (*x.shape, *w.shape):
-        return matmul(x, w.astype(x.dtype), out_dtype=static.out_dtype)
+        return matmul(x, w.astype(x.dtype), out_dtype=out_dtype)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        told = "fp8_matmul has no forward-mode derivative; use reverse mode (jax.grad, jax.vjp), or matmul"
+        x, w = reverse_mode_only(vary_alike(x, w), told)
+        return _product(_Fp8Call(x=x, w=w, out_dtype=out_dtype, implementation=implementation))
+
+    meshes = [m for a in (x, w) if AxisType.Explicit in (m := jax.typeof(a).sharding.mesh).axis_types]
+    if not meshes:
+        return run(x, w)
+    # On Explicit mesh axes each device has its rows and columns; the gradients are summed over the others.
     *tokens, _ = explicit_axes(x)
     columns = tuple(axis for axis in explicit_axes(w)[1] if not any(axis in each for each in tokens))
-    if not any((*explicit_axes(x), *explicit_axes(w))):
-        return _of_rows(static, x, w)
-    # On Explicit mesh axes each device has its rows and columns; the gradients are summed over the others.
-    mesh = next(m for a in (x, w) if AxisType.Explicit in (m := jax.typeof(a).sharding.mesh).axis_types)
-    run = jax.shard_map(
-        lambda x, w: _of_rows(static, x, w),
-        mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
+    on_parts = jax.shard_map(
+        run,
+        mesh=None if jax.sharding.get_abstract_mesh() == meshes[0] else meshes[0],
         in_specs=(P(*tokens, None), P(None, columns or None)),
         out_specs=P(*tokens, columns or None),
     )
-    return run(placed(x, [*tokens, ()]), placed(w, [(), columns]))
-
-
-def _of_rows(static: _Static, x: jax.Array, w: jax.Array) -> jax.Array:
-    told = "fp8_matmul has no forward-mode derivative; use reverse mode (jax.grad, jax.vjp), or matmul"
-    x, w = reverse_mode_only(vary_alike(x, w), told)
-    y = _product(static, x.reshape(-1, x.shape[-1]), w)
-    return y.reshape(*x.shape[:-1], w.shape[1])
+    return on_parts(placed(x, [*tokens, ()]), placed(w, [(), columns]))
 
 
 def _whole(x: jax.Array) -> jax.Array:
@@ -84,27 +100,100 @@ def _whole(x: jax.Array) -> jax.Array:
 
 
 def _multiply(
-    static: _Static, a: jax.Array, b: jax.Array, dtypes: tuple[str, str], b_block: tuple[int, int], out_dtype: Any
+    call: _Fp8Call, a: jax.Array, b: jax.Array, dtypes: tuple[str, str], b_block: tuple[int, int], out_dtype: Any
 ) -> jax.Array:
-    """a b with both quantised; the shape is that of the padded matrices."""
+    """a b with both quantised, of their shapes."""
     a8 = quantize(_whole(a), dtypes[0], block=(1, _BLOCK), layout="row_major")
     b8 = quantize(_whole(b), dtypes[1], block=b_block)
-    return matmul(a8, b8, out_dtype=out_dtype, implementation=static.implementation)
+    whole = matmul(a8, b8, out_dtype=out_dtype, implementation=call.implementation)
+    return whole[: a.shape[0], : b.shape[1]]
 
 
-def _forward(static: _Static, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    dtypes = ("float8_e4m3fn", "float8_e4m3fn")
-    y = _multiply(static, x, w, dtypes, (_BLOCK, _BLOCK), static.out_dtype)
-    return y[: x.shape[0], : w.shape[1]], (x, w)
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
 
 
-def _backward(static: _Static, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
-    dx = _multiply(static, dy, w.T, ("float8_e5m2", "float8_e4m3fn"), (_BLOCK, _BLOCK), x.dtype)
-    # The rows are contracted, so each operand has its own scales along them.
-    dw = _multiply(static, x.T, dy, ("float8_e4m3fn", "float8_e5m2"), (_BLOCK, 1), jnp.float32)
-    return dx[: x.shape[0], : x.shape[1]], dw[: w.shape[0], : w.shape[1]].astype(w.dtype)
+class _Decision(NamedTuple):
+    """What the partitioning reads of a decision. The products' own are those of `matmul`, for each device's part."""
+
+    op: str
+    implementation: str
 
 
-_product = jax.custom_vjp(lambda static, x, w: _forward(static, x, w)[0], nondiff_argnums=(0,))
-_product.defvjp(_forward, _backward)
+class _Settled(NamedTuple):
+    decision: _Decision
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What both passes share (core/partitioning.py has the protocol)."""
+
+    def settle(self, call: Call) -> _Settled:
+        assert isinstance(call, _Fp8Call)
+        return _Settled(_Decision("fp8_matmul", call.implementation or "matmul"))
+
+
+@dataclass(frozen=True)
+class _ForwardPass(_Pass):
+    sums: ClassVar[bool] = False
+
+    def run(self, call: Any, operands: Any, settled: Any, shard: Shard | None = None) -> jax.Array:
+        dtypes = ("float8_e4m3fn", "float8_e4m3fn")
+        y = _multiply(call, _rows(call.x), call.w, dtypes, (_BLOCK, _BLOCK), call.out_dtype)
+        return y.reshape(*call.x.shape[:-1], call.w.shape[1])
+
+    def operand_letters(self, axes: Axes, operands: Any, settled: Any) -> list[Letters]:
+        return []
+
+    def result_letters(self, axes: Axes, results: Any, settled: Any) -> list[Letters]:
+        return axes.of_outputs(results)
+
+
+@dataclass(frozen=True)
+class _BackwardPass(_Pass):
+    """The gradient of a call. Its operand is that of y."""
+
+    sums: ClassVar[bool] = True
+
+    def run(self, call: Any, operands: Any, settled: Any, shard: Shard | None = None) -> Any:
+        x, w, dy = _rows(call.x), call.w, _rows(operands)
+        dx = _multiply(call, dy, w.T, ("float8_e5m2", "float8_e4m3fn"), (_BLOCK, _BLOCK), x.dtype)
+        # The rows are contracted, so each operand has its own scales along them.
+        dw = _multiply(call, x.T, dy, ("float8_e4m3fn", "float8_e5m2"), (_BLOCK, 1), jnp.float32)
+        return call.gradients(x=dx.reshape(call.x.shape), w=dw)
+
+    def operand_letters(self, axes: Axes, operands: Any, settled: Any) -> list[Letters]:
+        return axes.of_outputs(operands)
+
+    def result_letters(self, axes: Axes, results: Any, settled: Any) -> list[Letters]:
+        return [axes.arrays[name] for name in results.given()]
+
+
+def _run(one: CallPass, call: _Fp8Call, operands: Any) -> Any:
+    """Runs a pass as one function that the compiler may cut: it would gather what is quantised along rows."""
+    settled = one.settle(call)
+    once = "fp8_matmul has no second derivative, since rounding has none; use matmul of float operands"
+    call, operands = not_differentiable((call, operands), once)
+
+    @jax.custom_batching.custom_vmap
+    def function(call: _Fp8Call, operands: Any) -> Any:
+        if axes_of_compiler() is None:
+            return run_partitioned(one, call, operands, settled)
+        return one.run(call, operands, settled)
+
+    @function.def_vmap
+    def _(size: int, batched: Any, *arguments: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda flag: 0 if flag else None, tuple(batched))
+        results = jax.vmap(lambda given: one.run(given[0], given[1], settled), in_axes=(axes,), axis_size=size)(
+            arguments
+        )
+        return results, jax.tree.map(lambda _: True, results)
+
+    return function(call, operands)
+
+
+_product = jax.custom_vjp(lambda call: _run(_ForwardPass(), call, ()))
+_product.defvjp(
+    lambda call: (_run(_ForwardPass(), call, ()), call),
+    lambda call, dy: (_run(_BackwardPass(), call, dy),),
+)

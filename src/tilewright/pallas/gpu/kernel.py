@@ -149,7 +149,9 @@ def run_kernel(
         interpret=gpu_interpret_params(current_interpret(), alone=warpgroups is None),
         kernel_name=note(name),
     )
-    results = kernel(*given.values())
+    # A kernel is the same program in 64-bit mode, where a Python number would be of 64 bits.
+    with jax.enable_x64(False):
+        results = kernel(*given.values())
     return dict(zip(made, results, strict=True)) | not_made
 
 
@@ -214,5 +216,6 @@ def run_in_place(
         interpret=gpu_interpret_params(current_interpret(), alone=True),
     )
     ref = jax.new_ref(state)
-    results = kernel(ref, *given.values())
+    with jax.enable_x64(False):  # As in `run_kernel`.
+        results = kernel(ref, *given.values())
     return dict(zip(outputs, results, strict=True)), jax.freeze(ref)

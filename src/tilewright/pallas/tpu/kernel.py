@@ -175,7 +175,7 @@ class Kernel:
             body(**dict.fromkeys(every) | dict(zip(names, refs, strict=True)))
 
         position = {name: n for n, name in enumerate((*self.prefetched, *inputs))}
-        results = pl.pallas_call(
+        kernel = pl.pallas_call(
             by_name,
             out_shape=tuple(output_like(output.shape, output.block.dtype, like) for output in outputs.values()),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -194,6 +194,9 @@ class Kernel:
             cost_estimate=cost,
             interpret=tpu_interpret_params(current_interpret()),
             name=note(self.name),
-        )(*(arrays[name] for name in (*self.prefetched, *inputs)))
+        )
+        # A kernel is the same program in 64-bit mode, where a Python number would be of 64 bits.
+        with jax.enable_x64(False):
+            results = kernel(*(arrays[name] for name in (*self.prefetched, *inputs)))
         made: dict[str, jax.Array | None] = dict(zip(outputs, results, strict=True))
         return made | absent

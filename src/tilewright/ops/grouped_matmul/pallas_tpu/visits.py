@@ -40,7 +40,7 @@ def visits_of_rows(starts: jax.Array, m: int, block_m: int) -> dict[str, jax.Arr
     number, own, block = _enumerated(begin, counts, num_visits(m, groups, block_m))
     rest = own == groups
     last = jnp.max(jnp.where(nonempty, jnp.arange(groups, dtype=jnp.int32), 0))
-    total = jnp.sum(counts)
+    total = jnp.sum(counts, dtype=jnp.int32)
     return _visits(
         starts,
         block_m,
@@ -62,7 +62,7 @@ def visits_of_groups(starts: jax.Array, m: int, block_m: int) -> dict[str, jax.A
     begin = jnp.where(nonempty, starts[:-1], jnp.maximum(starts[:-1] - 1, 0)) // block_m
     counts = jnp.maximum(_blocks_of(starts, block_m), 1)
     number, own, block = _enumerated(begin, counts, num_visits(m, groups, block_m))
-    return _visits(starts, block_m, number, jnp.sum(counts), own, block, nonempty[own], own, block)
+    return _visits(starts, block_m, number, jnp.sum(counts, dtype=jnp.int32), own, block, nonempty[own], own, block)
 
 
 def _blocks_of(starts: jax.Array, block_m: int) -> jax.Array:

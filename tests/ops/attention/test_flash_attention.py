@@ -136,6 +136,18 @@ def test_more_shapes_meet_the_oracle(implementation: str, case) -> None:
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_full_block_in_passes_meets_the_oracle(dtype: str) -> None:
+    """Two passes per block and two blocks of keys, with all that logits depend on; beside partial blocks for the end."""
+    case = _case("passes", 1, 200, 1100, (2, 1), 32, 48, bias=(1, 2, 200), sinks=True, soft_cap=9.0, logit_scale=4.0)
+    config = (AttentionTpuForward(256, 512, 128, 128, 2), TINY_BLOCKS["pallas_tpu"][1])
+    with able_to_run("pallas_tpu"):
+        results = CaseCheck(find_op("flash_attention"), case, dtype).check("pallas_tpu", config=config)
+    for result in results:
+        assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+
+
 drawn_masks = st.sampled_from(
     [
         None,
@@ -437,15 +449,15 @@ def test_the_heuristic_fits_every_tpu(chip: str, shape: tuple[int, ...], itemsiz
 
 
 @pytest.mark.parametrize(
-    ("mask", "block"),
+    ("mask", "blocks"),
     [
-        (None, 1024),
-        (masks.Causal(), 1024),
-        (masks.Causal() & masks.SlidingWindow(1023, None), 512),
-        (masks.Causal() & masks.SlidingWindow(4095, None), 1024),
+        (None, (2048, 8192)),
+        (masks.Causal(), (1024, 1024)),
+        (masks.Causal() & masks.SlidingWindow(1023, None), (512, 512)),
+        (masks.Causal() & masks.SlidingWindow(4095, None), (1024, 1024)),
     ],
 )
-def test_blocks_are_smaller_where_a_window_leaves_little_of_large_ones(mask: Any, block: int) -> None:
+def test_blocks_are_smaller_where_a_mask_leaves_little_of_large_ones(mask: Any, blocks: tuple[int, int]) -> None:
     array = jax.ShapeDtypeStruct((1, 8192, 8, 128), "bfloat16")
 
     def chosen(chip: str) -> tuple[int, int]:
@@ -453,7 +465,7 @@ def test_blocks_are_smaller_where_a_window_leaves_little_of_large_ones(mask: Any
             (decision,) = tilewright.explain(flash_attention, array, array, array, mask=mask).decisions
         return decision.forward.config.block_q, decision.forward.config.block_k
 
-    assert chosen("v6e") == (block, block)
+    assert chosen("v6e") == blocks
     assert chosen("v5e") == (512, 512)
 
 
@@ -545,6 +557,10 @@ def test_a_config_that_breaks_a_rule_is_refused_when_built() -> None:
         AttentionTpuForward(128, 128, 128, 96)
     with pytest.raises(ValueError, match=r"block_q=384 must be a multiple of tile_q=256; use 512"):
         AttentionTpuForward(384, 128, 256, 128)
+    with pytest.raises(ValueError, match=r"block_k=512 must be a multiple of tile_k=128 times unroll=3; use unroll=1"):
+        AttentionTpuForward(256, 512, 128, 128, 3)
+    with pytest.raises(ValueError, match=r"block_q=128 and tile_q=128 with unroll=1 are an odd number.*use an even"):
+        AttentionTpuForward(128, 512, 128, 128, 1)
     with pytest.raises(ValueError, match=r"chunk_k=384 must be a multiple of block_k=256; use 512"):
         AttentionTpuBackward(128, 256, 128, 128, 384)
     with pytest.raises(ValueError, match=r"block_k=16384 has 128 tiles of tile_k=128, and a step takes 63 at most"):

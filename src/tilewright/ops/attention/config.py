@@ -53,7 +53,7 @@ class _TpuTiles(Config):
     tile_k: int
 
     def __post_init__(self) -> None:
-        self.check_integers(*self._values(), multiple=LANES, why="TPU lanes", otherwise="implementation='xla'")
+        self.check_integers(*self.memory_fields, multiple=LANES, why="TPU lanes", otherwise="implementation='xla'")
         self._check_division("block_q", "tile_q")
         self._check_division("block_k", "tile_k")
         for block, tile in (("block_q", "tile_q"), ("block_k", "tile_k")):
@@ -74,6 +74,28 @@ class _TpuTiles(Config):
 
 class AttentionTpuForward(_TpuTiles):
     """Blocks and tiles of the forward kernel."""
+
+    choices = search_over(**_TpuTiles.choices, unroll=(0, 1, 2, 4))
+
+    unroll: int = 0
+    """Tiles of keys per pass of the loop over a full block; 0 unrolls the whole block. Longer passes overlap more, and take
+    longer to compile."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_integers("unroll", least=0)
+        if not self.unroll:
+            return
+        if self.block_k % (self.tile_k * self.unroll):
+            raise ValueError(
+                f"block_k={self.block_k} must be a multiple of tile_k={self.tile_k} times unroll={self.unroll}; "
+                "use unroll=1, or unroll=0 to unroll the whole block"
+            )
+        if self.block_q // self.tile_q * self.unroll % 2:
+            raise ValueError(
+                f"block_q={self.block_q} and tile_q={self.tile_q} with unroll={self.unroll} are an odd number of tiles per "
+                "pass, and two buffers take turns; use an even unroll, or unroll=0"
+            )
 
 
 class AttentionTpuBackward(_TpuTiles):

@@ -315,23 +315,40 @@ def _allowed(plan: Plan, refs: LogitRefs, step: Step, keys: Any, queries: slice)
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def for_tiles(plan: Plan, step: Step, units: Callable[[list[tuple[Any, slice]], bool], None]) -> None:
+def key_tile(start: Any, size: int) -> Any:
+    """The slice of a tile of keys, whose start may be known only at run time."""
+    return slice(start, start + size) if isinstance(start, int) else pl.ds(pl.multiple_of(start, size), size)
+
+
+def query_tiles(config: TpuConfig) -> list[slice]:
+    """The tiles of a block of queries."""
+    return [slice(start, start + config.tile_q) for start in range(0, config.block_q, config.tile_q)]
+
+
+def for_tiles(
+    plan: Plan,
+    step: Step,
+    units: Callable[[list[tuple[Any, slice]], bool], None],
+    full_block: Callable[[], None] | None = None,
+) -> None:
     """Calls `units` with (keys, queries) slices of the tiles of a step, and whether they need a mask.
 
-    A full block is one call with all its tiles, so that products and exponentials of different tiles overlap. A partial
-    block is a loop over the tiles of keys that are not empty. Both are loops whose counts are data, the first of one or
-    none: what the schedule reader then shows is one pass of each.
+    A full block is one call with all its tiles, so that products and exponentials of different tiles overlap; or it is a
+    call of `full_block`, where that is given. A partial block is a loop over the tiles of keys that are not empty. Both are
+    loops whose counts are data, the first of one or none: what the schedule reader then shows is one pass of each.
     """
     config = plan.config
-    queries = [slice(start, start + config.tile_q) for start in range(0, config.block_q, config.tile_q)]
-    num = config.block_k // config.tile_k
+    queries = query_tiles(config)
 
     def whole(index: Any, _: None) -> None:
-        units([(slice(n * config.tile_k, (n + 1) * config.tile_k), c) for n in range(num) for c in queries], False)
+        if full_block is not None:
+            full_block()
+            return
+        starts = range(0, config.block_k, config.tile_k)
+        units([(key_tile(start, config.tile_k), c) for start in starts for c in queries], False)
 
     def masked(index: Any, _: None) -> None:
-        keys = pl.ds(pl.multiple_of(index * config.tile_k, config.tile_k), config.tile_k)
-        units([(keys, c) for c in queries], True)
+        units([(key_tile(index * config.tile_k, config.tile_k), c) for c in queries], True)
 
     if plan.only_full:
         whole(0, None)

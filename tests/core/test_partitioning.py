@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_one_device(op: str, mesh) -> None:
 
 
 @pytest.mark.parametrize("axes", [("data", "model"), ("data",)], ids=["and heads", "alone"])
-@pytest.mark.parametrize("op", ["gated_delta_rule", "matmul"])
+@pytest.mark.parametrize("op", [pytest.param("gated_delta_rule", marks=pytest.mark.slow), "matmul"])
 def test_elements_of_a_vmap_are_cut(op: str, axes: tuple[str, ...]) -> None:
     """Each device has its own elements, and for `matmul`, which cannot be one larger call then, their own d w."""
     mesh = jax.make_mesh((2, 2)[: len(axes)], axes, axis_types=(AxisType.Explicit,) * len(axes))

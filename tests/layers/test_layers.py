@@ -315,7 +315,7 @@ def test_weights_and_states_of_another_layer_are_errors(name: str) -> None:
         with pytest.raises(ValueError, match=rf"^weights is a {kind} and {own} takes {own}Weights; pass what init or"):
             layer.apply(weights(other), x)
         state = LAYERS[other].initial_state(2, capacity=8)
-        takes = rf"{own} takes a {type(layer.initial_state(2, capacity=8)).__name__}; pass the state that this layer"
+        takes = rf"{own} takes {type(layer.initial_state(2, capacity=8)).__name__}; pass the state that this layer"
         if "softmax" not in (name, other):
             takes = rf"this {own} takes \[B, \d+, .*\]; pass the state that this layer returned, or None to begin"
         with pytest.raises(ValueError, match=rf"^state.* is .* and {takes}"):

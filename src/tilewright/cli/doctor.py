@@ -141,7 +141,9 @@ def _kernels() -> Iterator[Finding]:
                 reasons[refusal.split("cannot run this call: ", 1)[-1].split(";")[0]] += 1
         said = f"{len(having) - reasons.total()} of {len(having)} ops run here"
         if reasons:
-            said += f"; not the others: {', '.join(f'{reason} ({times})' for reason, times in reasons.most_common())}"
+            some = reasons.total() < len(having)
+            told = ", ".join(f"{reason} ({times})" for reason, times in reasons.most_common())
+            said += f"; not the others: {told}" if some else f": {told}"
         remedy = f"none needed, plain JAX runs instead; on a machine with a {kind}: {_install(kind.lower())}"
         yield Finding(name, reasons.total() < len(having), said, remedy, needed=False)
     plain = len([op for op in registered().values() if op.plain])

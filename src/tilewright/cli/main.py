@@ -94,7 +94,7 @@ def main() -> None:
     Any other error keeps its traceback.
     """
     try:
-        app()
+        app(prog_name="tilewright")  # As `python -m tilewright`, too: completion scripts have its name in them.
     except Exception as error:
         if (line := as_mistake(error)) is None:
             raise

@@ -25,7 +25,7 @@ _FENCE = re.compile(
     r'(?ms)^(?P<indent> *)```(?P<kind>\w*)(?: title="(?P<title>[^"\n]+)")?(?P<rest>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$'
 )
 _GIVEN = re.compile(r"(?ms)^<!-- with: (?P<code>.*?) ?-->$")
-_NEEDS = re.compile(r"(?:^|[.:;)]\s)(Needs [^\n]*)")
+_NEEDS = re.compile(r"(?m)(?:^|[.:;)]\s)(Needs [^\n]*)")
 _COMMENT = re.compile(r"(?:^| )# (.*)$")
 
 

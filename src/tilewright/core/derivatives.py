@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.core.partitioning import axes_of_elements, explicit_axes, placed
 
 
 def with_derivatives(
@@ -120,8 +120,7 @@ def _transpose(cotangents: Any, *operands: Any, transpose: Any, num_saved: int, 
 def _batch(operands: Any, axes: Any, *, evaluate: Any, transpose: Any, num_saved: int, avals: Any) -> Any:
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    pairs = zip(operands, axes, strict=True)
-    over = next((found for x, axis in pairs if axis is not None and (found := explicit_axes(x)[0])), ())
+    over = axes_of_elements([axis is not None for axis in axes], operands)
     for n in range(num_saved, len(operands)):
         if axes[n] is None:
             many = jnp.broadcast_to(operands[n], (size, *operands[n].shape))

@@ -254,7 +254,7 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
     if not meshes:
         return function(call)
     mesh, axes = meshes[0], Axes(call)
-    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    explicit = _explicit_names(mesh)
     vmapped = vmapped_axes()
     if explicit <= vmapped:
         return function(call)
@@ -285,6 +285,10 @@ def run_explicit(op: str, call: Call, function: Callable[[Call], Any]) -> Any:
     )
     # Jitted, since JAX runs a `shard_map` inside another (`run_elements`) in compiled programs only.
     return (jax.jit(run) if vmapped else run)(call.with_arrays(held))
+
+
+def _explicit_names(mesh: Any) -> set[str]:
+    return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
 
 
 def vmapped_axes() -> frozenset[str]:
@@ -322,13 +326,12 @@ def run_on_parts(function: Callable[..., Any], arrays: Sequence[Any], outputs: A
     mesh = next(
         mesh for x in arrays if x is not None and AxisType.Explicit in (mesh := jax.typeof(x).sharding.mesh).axis_types
     )
-    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     return jax.shard_map(
         function,
         mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
         in_specs=tuple(None if x is None else P(*explicit_axes(x)) for x in arrays),
         out_specs=outputs,
-        axis_names=explicit,
+        axis_names=_explicit_names(mesh),
     )(*arrays)
 
 

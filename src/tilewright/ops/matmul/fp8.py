@@ -21,6 +21,7 @@ from tilewright.core.partitioning import (
     axes_of_compiler,
     explicit_axes,
     placed,
+    run_on_parts,
     run_partitioned,
 )
 from tilewright.core.quantized import quantize
@@ -79,19 +80,13 @@ def fp8_matmul(
         x, w = reverse_mode_only(vary_alike(x, w), told)
         return _product(_Fp8Call(x=x, w=w, out_dtype=out_dtype, implementation=implementation))
 
-    meshes = [m for a in (x, w) if AxisType.Explicit in (m := jax.typeof(a).sharding.mesh).axis_types]
-    if not meshes:
+    if not any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in (x, w)):
         return run(x, w)
     # On Explicit mesh axes each device has its rows and columns; the gradients are summed over the others.
     *tokens, _ = explicit_axes(x)
     columns = tuple(axis for axis in explicit_axes(w)[1] if not any(axis in each for each in tokens))
-    on_parts = jax.shard_map(
-        run,
-        mesh=None if jax.sharding.get_abstract_mesh() == meshes[0] else meshes[0],
-        in_specs=(P(*tokens, None), P(None, columns or None)),
-        out_specs=P(*tokens, columns or None),
-    )
-    return on_parts(placed(x, [*tokens, ()]), placed(w, [(), columns]))
+    arrays = placed(x, [*tokens, ()]), placed(w, [(), columns])
+    return run_on_parts(run, arrays, P(*tokens, columns or None))
 
 
 def _whole(x: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ under a causal mask.
 Within a step, tiles are software-pipelined: the products k q^T of the next tile are issued before the exponentials of
 this one, and the products of this tile with v after those of the next. A block is unrolled, or (`unroll`) taken in a loop
 over passes of some tiles, and what is ahead and behind stays in scratch from one pass to the next. Long blocks that are
-all full are taken in passes: the pipeline is filled and drained once per block. v6e, bf16, D = 128, bundles per 1024 x 1024
-logits, of which the MXU needs 1,536:
+all full are taken in passes: the pipeline is filled and drained once per block. Bundles per 1024 x 1024 logits (v6e, bf16,
+D = 128; with the MXU always busy there would be 1,536):
 
     1024 x 1024 blocks, tiles of 512 keys x 256 queries (no block list): in order 4,648; products one tile ahead 3,638;
       and values one behind 2,906

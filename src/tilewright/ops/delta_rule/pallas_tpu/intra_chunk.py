@@ -304,7 +304,7 @@ def channel_gated(
 
 
 def lower_triangles(both: jax.Array, masks: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Of the scores of q, above those of k, what a token reads of itself and those before it, and of those before it."""
+    """The scores of q for i >= j and those of k for i > j, zero elsewhere, from both stacked: [2 C, ...]."""
     # What is not seen may be infinite: it is selected, not multiplied by 0.
     read = jnp.where(masks["triangles"][0] > 0, both[:CHUNK], 0.0)
     return read, jnp.where(masks["triangles"][1] > 0, both[CHUNK:], 0.0)

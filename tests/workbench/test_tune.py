@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tests.workbench.planted.api import OP
 from tests.workbench.planted.xla import TwiceXlaForward
 from tilewright.cli.main import app
-from tilewright.core import dispatch, tuned
+from tilewright.core import dispatch, numerics, tuned
 from tilewright.core.chip import Chip
 from tilewright.core.config import Config, search_over
 from tilewright.core.target import target as target_chip
 from tilewright.core.tuned import Entry
+from tilewright.workbench.check import CaseCheck
 from tilewright.workbench.tuning import measure, results, session
 from tilewright.workbench.tuning.estimate import Estimates
 from tilewright.workbench.tuning.measure import Bench, Confirmed, Crew, is_gain, is_slow
@@ -391,6 +395,18 @@ def test_what_cannot_be_tuned_here_is_refused(words: list[str], told: str, tmp_p
 
 def hangs(config: Config) -> bool:
     return getattr(config, "fault", "") == "hang"
+
+
+@pytest.mark.slow
+def test_sums_of_the_reference_are_of_its_rounded_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one program with the sums, XLA leaves out the rounding of a gradient, and every kernel seems wrong."""
+    monkeypatch.setattr(numerics, "SUMMED_ABOVE", 16)
+    op = dispatch.find_op("grouped_matmul")
+    case, sums = next(case for case in op.cases if case.small), jax.jit(numerics.signed_sums)
+    held, whole = CaseCheck(op, case, "bfloat16", compared=sums), CaseCheck(op, case, "bfloat16")
+    for name, result in whole.plain.items():
+        assert held.plain[name].size <= 16
+        np.testing.assert_array_equal(held.plain[name], sums(jnp.asarray(result)))
 
 
 @pytest.mark.slow

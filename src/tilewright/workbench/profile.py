@@ -8,6 +8,7 @@ import dataclasses
 import math
 import runpy
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ from tilewright.workbench.trace import Event, Gap, Platform, Trace, busy_s, gaps
 WARM_UP_CALLS = 3
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _POLL_S = 0.02
+_SIGNAL = signal.SIGPROF
+"""Between the thread that decides when a script is traced and the main thread, which runs it."""
 
 
 class NothingTraced(Exception):
@@ -177,7 +180,7 @@ def trace_script(
     """Runs a Python script in this process, and traces `seconds` of it after `settle_s` in which it compiled nothing.
 
     `told` is called with a line when the trace is there. The script runs to its end, or to Ctrl-C; an exception that it
-    raises is raised here.
+    raises is raised here. For the main thread, which alone gets signals.
     """
     with _SteadyTrace(folder, settle_s, seconds, told) as steady, _as_main(script, words):
         try:
@@ -209,7 +212,10 @@ def _as_main(script: Path, words: list[str]) -> Iterator[None]:
 
 
 class _SteadyTrace:
-    """Records a trace from a thread of its own while another one runs a program that is not known.
+    """Records a trace of a program that is not known, which the main thread runs.
+
+    A thread of its own decides when. The main thread begins and ends the trace itself, in the handler of a signal, when
+    nothing runs on the device: on a GPU, a profiler that comes or goes while kernels run can make them fail.
 
     JAX reports a compilation when it ends, with its duration. So a trace is only a candidate until the program has ended:
     where a compilation turns out to overlap it, it is deleted, and another one is recorded.
@@ -222,16 +228,21 @@ class _SteadyTrace:
         """When each compilation began and ended."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._recording = contextlib.ExitStack()
+        self._asked: Callable[[], Any] | None = None
+        self._answered = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tilewright-profile", daemon=True)
 
     def __enter__(self) -> "_SteadyTrace":  # noqa: PYI034, as in core/call.py
         jax.monitoring.register_event_duration_secs_listener(self._note)
+        self._handler = signal.signal(_SIGNAL, self._answer)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        signal.signal(_SIGNAL, self._handler)
         jax.monitoring.unregister_event_duration_listener(self._note)
         if self._error is not None:
             raise self._error
@@ -250,14 +261,35 @@ class _SteadyTrace:
         except BaseException as error:  # Raised where the script's thread can see it.
             self._error = error
 
+    def _on_main_thread(self, act: Callable[[], Any]) -> None:
+        """Has the main thread do something as soon as it runs Python again, with nothing running on the device."""
+        self._asked = act
+        self._answered.clear()
+        signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+        self._answered.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _answer(self, *_: Any) -> None:
+        act, self._asked = self._asked, None
+        try:
+            if act is not None:
+                jax.block_until_ready(jax.live_arrays())
+                act()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._answered.set()
+
     def _record(self) -> None:
         """Records one trace, and waits until it is overlapped by a compilation or the program ends."""
         folder = self._folder / "trace"
         shutil.rmtree(folder, ignore_errors=True)
+        self._on_main_thread(lambda: self._recording.enter_context(recording(folder)))
         began = time.monotonic()
-        with recording(folder):
-            self._ended.wait(self._seconds)
-            until = time.monotonic()
+        self._ended.wait(self._seconds)
+        until = time.monotonic()
+        self._on_main_thread(self._recording.close)
         trace = read_trace(folder)
         if not trace.busiest or self._overlapped(began, until):
             shutil.rmtree(folder, ignore_errors=True)

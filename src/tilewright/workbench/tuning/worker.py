@@ -82,7 +82,7 @@ class Session:
     def expect(self, folder: str, exact: bool) -> dict[str, Any]:
         """`exact`: the oracle, by the 2x rule. Otherwise what fits into memory, as for comparisons with other libraries."""
         if exact:
-            held = CaseCheck(self.op, self.case, self.dtype, arrays=self.arrays, compared=signed_sums)
+            held = CaseCheck(self.op, self.case, self.dtype, arrays=self.arrays, compared=_sums)
             wanted, against = held.oracle, ORACLE
             baselines = {name: dataclasses.asdict(discrepancy(held.plain[name], want)) for name, want in wanted.items()}
         else:

@@ -208,6 +208,37 @@ def test_more_stages_change_no_bit(op):
 
 
 @pytest.mark.slow
+def test_parts_of_the_sequence_change_no_bit():
+    """Two parts of one chunk each, with a state before and after them, and a segment that begins inside of the second."""
+    case = _case("kda", "parts", 1, 128, 1, 64, 64, state=True)
+    arrays = case.draw("bfloat16", 0)
+    resets = {"segment_ids": (jnp.arange(128) >= 100).astype(jnp.int32)[None]}
+
+    def run(config):
+        def function(given):
+            return tilewright.kda(**given, **resets, implementation="pallas_gpu", config=config)
+
+        def both(arrays):
+            outputs, pull_back = jax.vjp(function, arrays)
+            return outputs, pull_back(outputs)
+
+        with able_to_run("pallas_gpu"):
+            return jax.jit(both)(arrays)
+
+    whole, parts = (jax.tree.leaves(run(DeltaRuleSm90Forward(block_v=64, parts=parts))) for parts in (1, 2))
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_parts_that_are_not_of_whole_chunks_are_refused():
+    with (
+        tilewright.target("h200"),
+        pytest.raises(tilewright.Unsupported, match=r"T=150 is not parts=2 of whole chunks of 64 tokens; use parts=1"),
+    ):
+        gated_delta_rule(**draw(), implementation="pallas_gpu", config=DeltaRuleSm90Forward(parts=2))
+
+
+@pytest.mark.slow
 def test_the_backward_takes_any_config_beside_any_of_the_forward():
     """V=144 is padded to 192 for blocks of 32 channels, and to 256 for blocks of 128."""
     check = CaseCheck(find_op("gated_delta_rule"), _case("gated_delta_rule", "wide", 1, 70, 1, 64, 144), "bfloat16")

@@ -120,12 +120,15 @@ class DeltaRuleSm90Forward(_Sm90):
     one per channel."""
     score_chunks: int = 3
     """KDA: chunks that a thread block of the score kernel works on at once, to hide each other's latency."""
+    parts: int = 1
+    """Parts of the sequence that are worked on one after the other, for less memory: the forward then saves one state per
+    part, and the backward computes a part's forward again. T must be so many parts of whole chunks of 64."""
 
     def __post_init__(self) -> None:
         self._check("state_registers", narrower=(SM90_NARROW,))
         self.check_integers("splits", use="1 for a sequence in one piece")
         self.check_integers("stages", multiple=2, why="two warpgroups write outputs in turns")
-        self.check_integers("score_chunks")
+        self.check_integers("score_chunks", "parts")
 
 
 class DeltaRuleSm90Backward(_Sm90):

@@ -20,8 +20,8 @@ With one gate per channel (KDA), decays are inside the sums over channels (sm90_
 
 For the backward, the forward saves per chunk and head of K = V = 128: the state before it (32 KB), u (32 KB) and
 (I + A)^-1 (16 KB), and for KDA P beta, q_in, k_in (16 KB each) and k_out (32 KB): 160 KB, 2 GB for H96 T8192. q, k and
-v are 48 KB, KDA's g 32 KB. Neither v nor o is read again. Recomputing would be the whole forward once more: with one
-gate per head, its intra-chunk and sequential parts are half of forward and backward; for KDA it is 2 ms on an H200.
+v are 48 KB, KDA's g 32 KB. Neither v nor o is read again. With `parts` in the forward's config it saves next to nothing,
+and the backward computes the forward again, one part of the sequence after another (in_parts.py).
 
 Floor for K = V = D, in bytes per token and head (bfloat16, KDA's g in float32), and what these kernels move at D = 128:
 
@@ -45,6 +45,7 @@ Limits: Hopper only, bfloat16 only, K up to 128 (the state is in registers). K i
 multiples of 64; each padding costs a copy.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ from tilewright.ops.delta_rule.config import (
     DeltaRuleSm90Forward,
 )
 from tilewright.ops.delta_rule.pallas_gpu import (
+    in_parts,
     sm90_channel_gradients,
     sm90_gradients,
     sm90_inverse,
@@ -93,14 +95,14 @@ from tilewright.pallas.gpu.wgmma import not_bfloat16
 _LARGEST_KEY = 128
 # Tokens of a split, and splits of a sequence, below which the second pass costs more than it saves.
 _LEAST_SPLIT_TOKENS, _LEAST_SPLITS = 512, 3
-_BY_HEAD, _BY_TOKEN = ("gates", "inverse", "decay", "p", "states", "u"), ("q_in", "k_in", "k_out")
+_BY_HEAD, _BY_TOKEN = ("gates", "inverse", "decay", "p", "states", "u"), ("q_in", "k_in", "k_out", "starts", "v")
 _SAVED_AXES = dict.fromkeys(_BY_HEAD, "B HV") | dict.fromkeys(_BY_TOKEN, "B . HV")
 
 
 def _forward_unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
     if call.gate == "channel" and launch.config.block_v == SM90_NARROW:
         return f"block_v={SM90_NARROW} is for one gate per head; use block_v={TILE}"
-    return _unsupported_reason(call, launch)
+    return in_parts.unsupported_reason(call, launch.config.parts) or _unsupported_reason(call, launch)
 
 
 def _unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
@@ -143,6 +145,8 @@ def _forward_memory(call: DeltaRuleCall, launch: Launch) -> dict[str, int]:
 
 def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], Any]:
     config: DeltaRuleSm90Forward = launch.config
+    if config.parts > 1:
+        return in_parts.forward(call, launch, _forward, save=save)
     sizes, (t, width) = Sizes.of(call, config.block_v), (call.v.shape[1], call.v.shape[3])
     q, k = padded_keys(call.q), padded_keys(call.k)
     v = padded(in_chunks(call.v), 3, max(config.block_v, TILE))
@@ -171,6 +175,10 @@ def _backward_memory(call: DeltaRuleCall, launch: Launch) -> dict[str, int]:
 
 
 def _backward(call: DeltaRuleCall, saved: dict[str, jax.Array], cotangents: Any, launch: Launch) -> DeltaRuleCall:
+    if "starts" in saved:
+        return in_parts.backward(
+            call, saved, cotangents, launch, again=functools.partial(_saved_again, launch), run=_backward
+        )
     config: DeltaRuleSm90Backward = launch.config
     (t, depth), width = (call.q.shape[1], call.q.shape[3]), call.v.shape[3]
     # Each pass pads V to whole blocks of its own. What is beyond the narrower one is zeros in the other.
@@ -203,6 +211,12 @@ def _backward(call: DeltaRuleCall, saved: dict[str, jax.Array], cotangents: Any,
         beta=per_token(d_beta, t),
         initial_state=from_transposed(passed["d_initial"], call),
     )
+
+
+def _saved_again(launch: Launch, call: DeltaRuleCall) -> dict[str, jax.Array]:
+    """What the forward of a call saves, computed in its backward."""
+    chip = launch.chip
+    return _forward(call, Launch(chip, _forward_heuristic(chip, call), launch.interpret), save=True)[1]
 
 
 def _in_order(arrays: dict[str, jax.Array], *names: str) -> dict[str, jax.Array]:

@@ -23,6 +23,7 @@ from tilewright.ops.attention.config import AttentionXlaBackward as AttentionXla
 from tilewright.ops.attention.config import AttentionXlaForward as AttentionXlaForward
 from tilewright.ops.attention.decode.config import DecodeSm90Forward as DecodeSm90Forward
 from tilewright.ops.attention.decode.config import DecodeTpuForward as DecodeTpuForward
+from tilewright.ops.attention.decode_qkv.config import DecodeQkvSm90Forward as DecodeQkvSm90Forward
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward as DeltaRuleSm90Backward
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Forward as DeltaRuleSm90Forward
 from tilewright.ops.delta_rule.config import DeltaRuleTpuBackward as DeltaRuleTpuBackward
@@ -45,8 +46,12 @@ from tilewright.ops.matmul.config import MatmulSm90Backward as MatmulSm90Backwar
 from tilewright.ops.matmul.config import MatmulSm90Forward as MatmulSm90Forward
 from tilewright.ops.matmul.config import MatmulTpuBackward as MatmulTpuBackward
 from tilewright.ops.matmul.config import MatmulTpuForward as MatmulTpuForward
+from tilewright.ops.norm.config import NormSm90Backward as NormSm90Backward
+from tilewright.ops.norm.config import NormSm90Forward as NormSm90Forward
 from tilewright.ops.norm.config import NormTpuBackward as NormTpuBackward
 from tilewright.ops.norm.config import NormTpuForward as NormTpuForward
+from tilewright.ops.short_conv.config import ShortConvSm90Backward as ShortConvSm90Backward
+from tilewright.ops.short_conv.config import ShortConvSm90Forward as ShortConvSm90Forward
 from tilewright.ops.short_conv.config import ShortConvTpuBackward as ShortConvTpuBackward
 from tilewright.ops.short_conv.config import ShortConvTpuForward as ShortConvTpuForward
 

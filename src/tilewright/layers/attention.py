@@ -23,10 +23,12 @@ from tilewright.core.axes import Size
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import explicit_axes, placed, run_on_parts
+from tilewright.core.quantized import QuantizedArray
 from tilewright.core.segments import segment_starts
 from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, norm, placed_state, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
+from tilewright.ops.attention.decode_qkv.api import decode_qkv, has_kernel
 from tilewright.ops.norm.api import rms_norm
 from tilewright.ops.rope.api import Scaling, apply_rope
 
@@ -218,6 +220,9 @@ class Attention(Layer[AttentionWeights]):
         b, t, _ = x.shape
         if state is not None:
             self._check_state(state, x)
+        if segment_ids is None and (decoded := self._decoded(weights, x, state)) is not None:
+            o, after = decoded
+            return self._projected(weights, x, o), after
         length = 0 if state is None else state.keys.shape[1] if state.length is None else state.length
         positions = cache_positions(length, t)  # [T], or [B, T]
 
@@ -251,12 +256,51 @@ class Attention(Layer[AttentionWeights]):
             o, after = _attend_grown(q, k, v, state, runs, implementation)
         else:
             o, after = _attend_fixed(q, k, v, state, positions, runs, implementation)
-        o = o.reshape(b, t, self.num_heads * self.head_dim)
+        return self._projected(weights, x, o), after
+
+    def _projected(self, weights: Any, x: jax.Array, o: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
+        """What attention gives as the layer's output, gated where it is."""
+        o = o.reshape(*o.shape[:2], self.num_heads * self.head_dim)
         if self.gated:
             gate = placed(project(x, weights.gate_proj), explicit_axes(o))
             gate = jax.nn.sigmoid(gate.astype(accumulator(x.dtype)))
             o = (o.astype(gate.dtype) * gate).astype(x.dtype)
-        return placed(project(o, weights.o_proj), explicit_axes(x)), after
+        return placed(project(o, weights.o_proj), explicit_axes(x))
+
+    def _decoded(self, weights: Any, x: jax.Array, state: Any) -> tuple[Float[Array, "B T H C"], AttentionState] | None:
+        """Attention of a single token over its fixed cache, and the cache, where `decode_qkv` has a kernel for it.
+
+        Past the capacity nothing is written, and `decode_attention` gives NaN.
+        """
+        if x.shape[1] != 1 or state is None or state.length is None or state.first is not None:
+            return None
+        stacked, projections = isinstance(state.keys, StackedCache), (weights.q_proj, weights.k_proj, weights.v_proj)
+        caches = [cache.stack if stacked else cache for cache in (state.keys, state.values)]
+        if any(isinstance(each, QuantizedArray) or each.dtype != x.dtype for each in (*projections, *caches)):
+            return None
+        if any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves((weights, x, state))):
+            return None
+        projections = [w.reshape(self.d_model, -1, self.head_dim) for w in projections]
+        arguments = (x[:, 0], *projections, *caches, jnp.broadcast_to(state.length, x.shape[:1]))
+        options = {
+            "layer": state.keys.layer if stacked else None,
+            "q_norm": weights.q_norm,
+            "k_norm": weights.k_norm,
+            "eps": self.eps,
+            "norm_offset": self.norm_offset,
+            "theta": self.rope_theta,
+            "scaling": self.rope_scaling,
+            "rotary_dim": self.rotated,
+        }
+        if not has_kernel(*arguments, **options):
+            return None
+        q, keys, values = decode_qkv(*arguments, **options)
+        if stacked:
+            keys, values = (StackedCache(stack, state.keys.layer) for stack in (keys, values))
+        after = AttentionState(keys, values, None, state.length + 1)
+        o = decode_attention(q[:, None], held(keys), held(values), jnp.broadcast_to(after.length, x.shape[:1]))
+        assert isinstance(o, jax.Array)
+        return o, after
 
     def _check_state(self, state: Any, x: jax.Array) -> None:
         capacity = state.keys.shape[1] if isinstance(state, AttentionState) else 0

@@ -1,0 +1,24 @@
+"""Block sizes of `decode_qkv`."""
+
+from tilewright.core.config import Config, search_over
+
+_BLOCKS_B = (16, 32, 64)
+
+
+class DecodeQkvSm90Forward(Config):
+    """The tiles of the product with the three weights: 128 of their columns, and `block_b` sequences."""
+
+    choices = search_over(block_b=_BLOCKS_B, stages=(3, 4, 5), splits=(1, 2, 4, 8, 16))
+
+    block_b: int
+    """Sequences of a tile: 16, 32 or 64."""
+    stages: int
+    """Steps of 128 channels of D in shared memory."""
+    splits: int
+    """Thread blocks that divide D between them."""
+
+    def __post_init__(self) -> None:
+        if self.block_b not in _BLOCKS_B:
+            raise ValueError(f"block_b={self.block_b!r} must be 16, 32 or 64 (columns of a product); use 16")
+        self.check_integers("stages", least=2, why="a copy runs while the previous step is used", use=4)
+        self.check_integers("splits", use=1)

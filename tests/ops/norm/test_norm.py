@@ -1,5 +1,7 @@
 """The norms: their contracts, and what is their own: other definitions, narrow heads, blocks, shards, errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 import tilewright
 from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import gated_rms_norm, layer_norm, rms_norm
-from tilewright.configs import NormTpuBackward, NormTpuForward
+from tilewright.configs import NormSm90Forward, NormTpuBackward, NormTpuForward
 from tilewright.core.dispatch import find_op
 from tilewright.ops.norm.call import NormCall
 from tilewright.ops.norm.cases import _case
@@ -47,8 +49,11 @@ class TestGatedRmsNorm(OpContract):
     plainly_differentiable = ("xla",)
     cuts = CUTS
     whole_letter = "D"
-    mesh_case = _case("gated_rms_norm", "mesh", (4, 6, 64))
+    mesh_case = _case("gated_rms_norm", "mesh", (4, 32, 64))
+    property_case = _case("gated_rms_norm", "properties", (2, 8, 128))
     any_leading_axes = True
+    default_case = "heads_of_64"
+    not_taken = frozenset({("pallas_gpu", "odd")})  # Rows of 7 are no vectors.
 
     def extreme(self, arrays: dict) -> dict:
         """Gates whose sigmoid is 0 or 1 in float32, or whose exponential overflows."""
@@ -357,6 +362,31 @@ def test_a_config_of_another_op_is_refused() -> None:
         rms_norm(x, w, config=config)
     with pytest.raises(TypeError, match=r"is not a config that implementation='xla' of rms_norm takes"):
         rms_norm(x, w, implementation="xla", config=NormTpuForward(64))
+
+
+def test_what_the_gpu_kernels_refuse() -> None:
+    def run(*shape: int, dtype: str = "bfloat16", config: NormSm90Forward | None = None) -> str:
+        x, w = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], dtype)
+        options: Any = {"implementation": "pallas_gpu", "config": config}
+        with tilewright.target("h200"):
+            return str(tilewright.explain(lambda *arrays: gated_rms_norm(*arrays, **options), x, x, w))
+
+    for shape in ((8, 128), (3, 512), (4, 768), (1, 4096), (2, 1536)):
+        assert run(*shape).startswith("gated_rms_norm: pallas_gpu"), shape
+    for shape, given, text in (
+        ((8, 128), {"dtype": "float32"}, "x has dtype float32 and the GPU kernels take bfloat16"),
+        *(
+            ((8, d), {}, f"D={d} must be 32, 64, 128 or a multiple of 256, above 1024 of 512, up to 4096")
+            for d in (96, 1280, 8192)
+        ),
+        ((3, 4, 128), {}, "the 12 rows of x must be a multiple of 8"),
+        (
+            (24, 128),
+            {"config": NormSm90Forward(16)},
+            "block_n=16 must divide the 24 rows of x and be a multiple of 8; use block_n=8",
+        ),
+    ):
+        assert text in run(*shape, **given)
 
 
 @pytest.mark.parametrize("op", [rms_norm, layer_norm, gated_rms_norm])

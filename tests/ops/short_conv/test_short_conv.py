@@ -1,7 +1,7 @@
 """short_conv: the contract, and what is its own: states, segments, single steps, widths, blocks, shards, errors."""
 
 import itertools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,12 @@ from jax.sharding import AxisType, PartitionSpec
 import tilewright
 from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import short_conv, short_conv_step
-from tilewright.configs import ShortConvTpuBackward, ShortConvTpuForward
+from tilewright.configs import (
+    ShortConvSm90Backward,
+    ShortConvSm90Forward,
+    ShortConvTpuBackward,
+    ShortConvTpuForward,
+)
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
 from tilewright.ops.short_conv.call import ShortConvCall
@@ -28,7 +33,10 @@ class TestContract(OpContract):
     call_type = ShortConvCall
     plainly_differentiable = ("xla",)
     cuts: ClassVar = {"batch": {"B": "x"}, "channels": {"D": "y"}}
-    property_case = _case("properties", 2, 75, 40, state=True, segments=True, activation="silu")
+    property_case = _case("properties", 2, 75, 512, state=True, segments=True, activation="silu")
+    default_case = "runs"
+    # The GPU kernels take a multiple of 256 channels.
+    not_taken = frozenset(("pallas_gpu", case) for case in ("odd", "shorter_than_the_filter", "packed", "many_blocks"))
     tokens = ("x", "segment_ids", "y")
     state = ("initial_state", "final_state")
     segments = "segment_ids"
@@ -227,6 +235,43 @@ def test_any_shape_in_many_small_blocks(chip: str, b: int, t: int, d: int, width
         results = held.check("pallas_tpu", config=(ShortConvTpuForward(**blocks), ShortConvTpuBackward(**blocks)))
     for result in results:
         assert result.verdict.ok, f"B={b} T={t} D={d} W={width} {result.quantity}: {result.verdict}"
+
+
+# Runs that end inside a group of tokens, shorter than the filter, and of one group; each width of a thread's vector.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("t", "d", "width", "block_t", "block_d", "unroll", "segments"),
+    [(21, 1024, 8, 4, 1024, 4, True), (2, 512, 4, 16, 512, 8, False), (9, 512, 2, 3, 256, 1, True)],
+)
+def test_the_gpu_kernels_in_other_blocks(
+    t: int, d: int, width: int, block_t: int, block_d: int, unroll: int, segments: bool
+) -> None:
+    case = _case("drawn", 2, t, d, width=width, state=True, segments=segments, activation="silu")
+    held = CaseCheck(find_op("short_conv"), case, "bfloat16", seed=t)
+    blocks = block_t, block_d, unroll
+    with able_to_run("pallas_gpu"):
+        results = held.check("pallas_gpu", config=(ShortConvSm90Forward(*blocks), ShortConvSm90Backward(*blocks)))
+    for result in results:
+        assert result.verdict.ok, f"T={t} D={d} W={width} {result.quantity}: {result.verdict}"
+
+
+def test_what_the_gpu_kernels_refuse() -> None:
+    x, w = jax.ShapeDtypeStruct((2, 9, 768), "bfloat16"), jax.ShapeDtypeStruct((4, 768), "bfloat16")
+
+    def told(x: Any, w: Any, config: Any = None) -> str:
+        with tilewright.target("h200"):
+            return str(tilewright.explain(lambda x, w: short_conv(x, w, config=config), x, w))
+
+    assert told(x, w).startswith("short_conv: pallas_gpu")
+    half = told(jax.ShapeDtypeStruct((2, 9, 384), "bfloat16"), jax.ShapeDtypeStruct((4, 384), "bfloat16"))
+    assert "not pallas_gpu: D=384 must be a multiple of 256" in half
+    wide = jax.ShapeDtypeStruct(x.shape, "float32"), jax.ShapeDtypeStruct(w.shape, "float32")
+    assert "not pallas_gpu: x has dtype float32 and the GPU kernels take bfloat16; use x.astype" in told(*wide)
+    assert "D=768 must be a multiple of block_d=512; use block_d=256" in told(x, w, ShortConvSm90Forward(16, 512))
+    with pytest.raises(ValueError, match=r"block_d=300 must be one of 256, 512, 1024 .*; use 512"):
+        ShortConvSm90Forward(16, 300)
+    with pytest.raises(ValueError, match=r"block_t=18 must be a multiple of unroll=4; use 20"):
+        ShortConvSm90Backward(18)
 
 
 @every_implementation

@@ -18,7 +18,13 @@ _IMPLEMENTATIONS = ("pallas_tpu", "xla", "reference")
 
 RMS_NORM = register(Op(name="rms_norm", family="tilewright.ops.norm", implementations=_IMPLEMENTATIONS))
 LAYER_NORM = register(Op(name="layer_norm", family="tilewright.ops.norm", implementations=_IMPLEMENTATIONS))
-GATED_RMS_NORM = register(Op(name="gated_rms_norm", family="tilewright.ops.norm", implementations=_IMPLEMENTATIONS))
+GATED_RMS_NORM = register(
+    Op(
+        name="gated_rms_norm",
+        family="tilewright.ops.norm",
+        implementations=("pallas_tpu", "pallas_gpu", "xla", "reference"),
+    )
+)
 
 
 def rms_norm(
@@ -100,7 +106,7 @@ def gated_rms_norm(
       w: [D], of x's dtype or float32. Its gradient has its dtype.
       activation: "silu" (Qwen3-Next) or "sigmoid" (Kimi Linear).
       eps: a Python number, added to the mean of the squares.
-      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
       config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:

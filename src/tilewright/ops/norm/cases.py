@@ -51,8 +51,11 @@ CASES: tuple[Case, ...] = (
     _case("layer_norm", "many_blocks", (700, 600), bias=True, weights_dtype="float32", small=True),
     _case("layer_norm", "train_8k", (8192, 4096), bias=True),
     _case("gated_rms_norm", "odd", (5, 7), activation="sigmoid", small=True),
-    _case("gated_rms_norm", "heads_of_64", (2, 9, 6, 64), weights_dtype="float32", gate_dtype="float32", small=True),
+    _case("gated_rms_norm", "heads_of_64", (2, 8, 6, 64), weights_dtype="float32", gate_dtype="float32", small=True),
     _case("gated_rms_norm", "many_blocks", (1, 1200, 8, 32), small=True),
+    _case("gated_rms_norm", "heads_of_128", (5, 8, 128), small=True),
+    _case("gated_rms_norm", "rows_of_512", (3, 512), small=True),
+    _case("gated_rms_norm", "rows_of_768", (8, 768), activation="sigmoid", small=True),
     _case("gated_rms_norm", "train_8k", (1, 8192, 32, 128)),
     _case("gated_rms_norm", "train_8k_heads_of_64", (1, 8192, 32, 64)),
 )

@@ -27,7 +27,7 @@ OP = register(
     Op(
         name="short_conv",
         family="tilewright.ops.short_conv",
-        implementations=("pallas_tpu", "xla", "reference"),
+        implementations=("pallas_tpu", "pallas_gpu", "xla", "reference"),
     )
 )
 
@@ -61,8 +61,7 @@ def short_conv(
       activation: None or "silu".
       initial_state: [B, W-1, D] of x's dtype: the W-1 inputs before the first token, oldest first; None for zeros.
       segment_ids: [B, T] integers, for several sequences packed into a row. No tap reaches across a change of id, not
-      even
-        to an equal id before it. `initial_state` belongs to the first token's segment. Only changes inside a call are
+        even to an equal id before it. `initial_state` belongs to the first token's segment. Only changes inside a call are
         seen.
       cu_seqlens: [N + 1] integers, ascending from 0 to T: sequence n is the tokens from cu_seqlens[n] to cu_seqlens[n + 1],
         of an x without B, or with B = 1. Each has its own initial and final state: [N, W-1, D], both. Sequences may be
@@ -71,7 +70,7 @@ def short_conv(
       axis_name: inside `jax.shard_map`, the mesh axis that T is cut over, contiguously: the results are those of the whole
         sequence. `initial_state` is then that before the first shard, and final_state that after the last, both the same
         on every shard.
-      implementation: "pallas_tpu", "xla" or "reference"; None takes the best that this device can run.
+      implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
       config: block sizes: a config of `tilewright.configs`, or a forward and a backward one as a tuple.
 
     Returns:

@@ -61,6 +61,7 @@ CASES: tuple[Case, ...] = (
     ),
     _case("packed", 2, 77, 40, width=5, state=True, segments=True, weights_dtype="float32", small=True),
     _case("many_blocks", 2, 300, 150, state=True, activation="silu", small=True),
+    _case("runs", 2, 37, 256, state=True, segments=True, activation="silu", small=True),
     _case("train_8k", 1, 8192, 4096, bias=False, activation="silu"),
     _case("train_8k_packed", 1, 8192, 4096, bias=False, segments=True, activation="silu"),
     _case("kimi_linear", 4, 4096, 4096, bias=False, activation="silu"),

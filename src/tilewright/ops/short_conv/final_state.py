@@ -25,12 +25,24 @@ def _reached(reach: jax.Array, keep: int) -> jax.Array:
 
 def with_final_state(call: ShortConvCall, gradients: ShortConvCall, d_final: jax.Array) -> ShortConvCall:
     """The gradients of y, plus those of the final state: added to a few rows in place, not in another pass over dx."""
+    d_final, dx = d_final_reached(call, d_final), gradients.x
     keep, length = d_final.shape[1], call.x.shape[1]
-    if call.reach is not None:
-        d_final = jnp.where(_reached(call.reach, keep), d_final, jnp.zeros_like(d_final))
-    dx, d_state = gradients.x, gradients.state
     from_x = min(length, keep)  # The last rows of the final state are rows of x.
     dx = dx.at[:, length - from_x :].add(d_final[:, keep - from_x :].astype(dx.dtype))
-    if d_state is not None and from_x < keep:
-        d_state = d_state.at[:, length:].add(d_final[:, : keep - length].astype(d_state.dtype))
+    d_state = with_earlier_rows(gradients.state, d_final, length)
     return call.gradients(x=dx, w=gradients.w, bias=gradients.bias, state=d_state)
+
+
+def d_final_reached(call: ShortConvCall, d_final: jax.Array) -> jax.Array:
+    """The gradient of the final state, with zeros for the inputs that the last token does not reach."""
+    if call.reach is None:
+        return d_final
+    return jnp.where(_reached(call.reach, d_final.shape[1]), d_final, jnp.zeros_like(d_final))
+
+
+def with_earlier_rows(d_state: jax.Array | None, d_final: jax.Array, length: int) -> jax.Array | None:
+    """d_state, plus the rows of the final state's gradient that are rows of the initial one: there is less x than that."""
+    keep = d_final.shape[1]
+    if d_state is None or length >= keep:
+        return d_state
+    return d_state.at[:, length:].add(d_final[:, : keep - length].astype(d_state.dtype))

@@ -36,7 +36,6 @@ Tried and dropped:
   register forward and 13.5 backward (W=4, silu, bfloat16), where the copies take 4.4 and 6.6.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -52,7 +51,7 @@ from tilewright.core.implementation import Implementation, Launch
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.config import ShortConvTpuBackward, ShortConvTpuForward
 from tilewright.ops.short_conv.final_state import final_state, with_final_state
-from tilewright.ops.short_conv.xla import convolved
+from tilewright.ops.short_conv.xla import d_initial_state
 from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, block_pass
 
 # Largest first. At 1 MiB a block's copy outweighs the fixed cost of a grid step; that is a guess until timed on a chip.
@@ -377,14 +376,7 @@ def _backward(
         cost=_cost(call, flops=6, passes=3),
     )
     sums = jnp.sum(outputs["sums"], axis=1) * (0.5 if call.activation == "silu" else 1.0)  # [W + 1, D]
-    d_state = None
-    if call.state is not None:
-        first = slice(0, width - 1)
-        reach = None if call.reach is None else call.reach[:, first]
-        rows = dataclasses.replace(call, x=call.x[:, first], reach=reach)
-        _, pull_back = jax.vjp(lambda state: convolved(dataclasses.replace(rows, state=state)), call.state)
-        (d_state,) = pull_back(dy[:, first])
-    gradients = call.gradients(x=outputs["dx"], w=sums[:width][::-1], bias=sums[width], state=d_state)
+    gradients = call.gradients(x=outputs["dx"], w=sums[:width][::-1], bias=sums[width], state=d_initial_state(call, dy))
     return with_final_state(call, gradients, d_final)
 
 

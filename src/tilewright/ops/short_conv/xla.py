@@ -7,6 +7,8 @@ The gradients are JAX's, of any order and in both modes. They save the arguments
 alone would save the sum before the activation, a float32 array of x's size.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -40,6 +42,17 @@ def convolved(call: ShortConvCall) -> jax.Array:
         total = total + _at_lag(call, inputs, lag) * call.w[width - 1 - lag].astype(wide)[None, None, :]
     total = total if call.bias is None else total + call.bias.astype(wide)[None, None, :]
     return (jax.nn.silu(total) if call.activation == "silu" else total).astype(call.x.dtype)
+
+
+def d_initial_state(call: ShortConvCall, dy: jax.Array) -> jax.Array | None:
+    """The gradient of the initial state by that of y, or None where there is none: the first W-1 tokens alone reach it."""
+    if call.state is None:
+        return None
+    first = slice(0, call.w.shape[0] - 1)
+    reach = None if call.reach is None else call.reach[:, first]
+    rows = dataclasses.replace(call, x=call.x[:, first], reach=reach)
+    _, pull_back = jax.vjp(lambda state: convolved(dataclasses.replace(rows, state=state)), call.state)
+    return pull_back(dy[:, first])[0]
 
 
 def _forward(call: ShortConvCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], None]:

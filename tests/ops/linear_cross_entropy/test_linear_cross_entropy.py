@@ -1,5 +1,6 @@
 """linear_cross_entropy: the contract, and what is its own: labels, reductions, blocks, shards, memory, errors."""
 
+import dataclasses
 from typing import ClassVar
 
 import jax
@@ -21,6 +22,7 @@ from tilewright.configs import (
 from tilewright.core.dispatch import find_op
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 from tilewright.ops.linear_cross_entropy.cases import _case
+from tilewright.ops.linear_cross_entropy.pallas_tpu import stored
 from tilewright.workbench.bench import Timing, bench_case
 from tilewright.workbench.check import CaseCheck
 
@@ -196,6 +198,91 @@ def test_bfloat16_at_a_real_vocabulary(implementation: str) -> None:
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
 
 
+STORED = (
+    LinearCrossEntropyTpuForward(48, 512, tile_n=16, stored=True),
+    LinearCrossEntropyTpuBackward(
+        32, 128, 32, 128, tile_n=16, block_n_stored=32, block_v_stored=512, block_h_stored=128
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("n", "h", "v", "options"),
+    [
+        pytest.param(96, 128, 1024, {}, marks=pytest.mark.slow),
+        (70, 200, 1100, {"soft_cap": 3.0, "ignored": 0.2, "z_loss": 1e-2}),
+        pytest.param(33, 72, 513, {"logit_scale": 300.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_from_stored_exponentials(n: int, h: int, v: int, options: dict) -> None:
+    """Whole and ragged blocks on every axis, an odd number of tiles, and several parts of H."""
+    held = CaseCheck(find_op("linear_cross_entropy"), _case("drawn", n, h, v, **options), "bfloat16", seed=n)
+    with able_to_run("pallas_tpu"):
+        results = held.check("pallas_tpu", config=STORED)
+    for result in results:
+        assert result.verdict.ok, f"N={n} H={h} V={v} {result.quantity}: {result.verdict}"
+
+
+@pytest.mark.slow
+def test_stored_exponentials_are_as_exact_as_recomputed_ones() -> None:
+    """What is stored has a bit more than the bfloat16 that the gradients of the logits are rounded to."""
+    case = _case("drawn", 64, 128, 1024)
+    held = CaseCheck(find_op("linear_cross_entropy"), case, "bfloat16", seed=3)
+    recomputed = dataclasses.replace(STORED[0], stored=False), STORED[1]
+    with able_to_run("pallas_tpu"):
+        errors = [
+            {result.quantity: result.verdict.error.relative for result in held.check("pallas_tpu", config=config)}
+            for config in (STORED, recomputed)
+        ]
+    for quantity, error in errors[1].items():
+        assert errors[0][quantity] <= 1.05 * error, quantity
+
+
+def test_exponentials_survive_16_bits() -> None:
+    """Nine bits of the mantissa, truncated; 0 and 1 are exact; pairs do not mix; and any word is two finite numbers."""
+    first = jnp.concatenate([jnp.array([0.0, 1.0]), jnp.exp(-jnp.linspace(0.0, 80.0, 1022))])
+    second = first[::-1]
+    for exact, decoded in zip((first, second), stored.decoded(stored.encoded(first, second)), strict=True):
+        assert np.all(decoded <= exact)
+        assert np.all(decoded >= exact * (1 - 2.0**-9))
+        assert np.all((decoded == exact)[(exact == 0) | (exact == 1)])
+    every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint32) * 0x10001, jnp.int32)
+    assert all(np.all(np.isfinite(half)) for half in stored.decoded(every))
+
+
+def test_exponentials_are_stored_where_they_fit() -> None:
+    struct = jax.ShapeDtypeStruct
+
+    def decided(n: int, dtype: str, chip: str) -> bool:
+        arrays = struct((n, 2048), dtype), struct((2048, 151936), dtype), struct((n,), "int32")
+        with tilewright.target(chip):
+            (decision,) = tilewright.explain(linear_cross_entropy, *arrays).decisions
+        return decision.forward.config.stored
+
+    assert decided(8192, "bfloat16", "v6e")
+    assert not decided(8192, "float32", "v6e")
+    assert not decided(8192, "bfloat16", "v5e")
+    assert decided(4096, "bfloat16", "v5e")
+    assert not decided(16384, "bfloat16", "v6e")
+
+
+def test_stored_exponentials_are_for_bfloat16_and_whole_pairs() -> None:
+    with pytest.raises(
+        ValueError, match=r"block_v=256 must be a multiple of 512 where exponentials are stored; use 512"
+    ):
+        LinearCrossEntropyTpuForward(16, 256, stored=True)
+    with pytest.raises(ValueError, match=r"slots=3 must be 1 or 2"):
+        LinearCrossEntropyTpuForward(16, 256, slots=3)
+    x, w, labels = draw(v=600)
+    with (
+        tilewright.target("v6e"),
+        pytest.raises(
+            tilewright.Unsupported, match=r"stored=True is for bfloat16, and x is float32; use a config with"
+        ),
+    ):
+        linear_cross_entropy(x, w, labels, implementation="pallas_tpu", config=STORED[0])
+
+
 @pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama3"])
 def test_xla_never_holds_the_logits(case: str) -> None:
     """Compiled temporary memory of value and gradients, at full size: the logits of qwen3 alone would be 4.6 GiB."""
@@ -288,19 +375,21 @@ def test_the_heuristic_fits_every_tpu(chip: str, n: int, h: int, v: int) -> None
     assert decision.backward.refusal is None
 
 
-def test_the_tpu_kernels_lower_without_a_tpu() -> None:
-    """Forward and backward lower to three Mosaic kernels on a machine that has no TPU."""
+@pytest.mark.parametrize(("stored", "kernels"), [(True, 2), (False, 3)])
+def test_the_tpu_kernels_lower_without_a_tpu(stored: bool, kernels: int) -> None:
+    """Forward and backward lower to Mosaic kernels on a machine that has no TPU: with stored exponentials, to two."""
     struct = jax.ShapeDtypeStruct
+    config = LinearCrossEntropyTpuForward(256, 512, stored=stored)
 
     def loss(x, w, labels):
-        return linear_cross_entropy(x, w, labels, reduction="mean")
+        return linear_cross_entropy(x, w, labels, reduction="mean", config=config)
 
     with tilewright.target("v6e"):
         traced = jax.jit(jax.grad(loss, (0, 1))).trace(
             struct((300, 256), "bfloat16"), struct((256, 1000), "bfloat16"), struct((300,), "int32")
         )
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 3
+    assert text.count("tpu_custom_call") == kernels
 
 
 def test_a_jitted_function_is_traced_anew_for_another_target() -> None:

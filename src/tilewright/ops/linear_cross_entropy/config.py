@@ -1,8 +1,9 @@
 """Block sizes of linear cross entropy.
 
-In each of the three TPU kernels one axis stays in VMEM while the other streams past it: rows in the forward and the dx
-kernel, vocabulary in the dw kernel. What stays is as large as fits, since what streams is read from HBM once for each
-block that stays. The two Hopper kernels compute tiles of logits with the same main loop.
+In the TPU's forward, dx and dw kernels one axis stays in VMEM while the other streams past it: rows in the forward and
+the dx kernel, vocabulary in the dw kernel. What stays is as large as fits, since what streams is read from HBM once for
+each block that stays. A fourth kernel makes dx and dw from exponentials that the forward stored. The two Hopper kernels
+compute tiles of logits with the same main loop.
 """
 
 import dataclasses
@@ -10,6 +11,9 @@ import dataclasses
 from tilewright.core.chip import LANES, ROW_TILE
 from tilewright.core.config import Config, search_over
 from tilewright.pallas.gpu.tile_config import check_tile
+
+STORED_COLUMNS = 4 * LANES
+"""Blocks of stored exponentials on TPU have a multiple of this many columns: two halves, of pairs of lanes."""
 
 
 class _LogitsTile(Config):
@@ -57,37 +61,70 @@ class _TpuBlocks(Config):
 
 
 class LinearCrossEntropyTpuForward(_TpuBlocks):
-    """Block sizes of the forward kernel."""
+    """Block sizes of the forward kernel, and whether it stores for the backward."""
 
     choices = search_over(
-        block_n=(128, 256, 512, 1024, 2048),
+        block_n=(128, 256, 512, 1024, 2048, 4096),
         block_v=(128, 256, 512, 1024, 2048),
         block_h=(1024, 2048, 4096),
         tile_n=(128, 256, 512),
+        slots=(1, 2),
     )
-    memory_fields = ("block_n", "block_v", "tile_n")
+    memory_fields = ("block_n", "block_v", "tile_n", "slots")
 
     block_n: int
     block_v: int
+    _: dataclasses.KW_ONLY
+    slots: int = 2
+    """2: the products of the next tile of rows run beside the exponentials of this one, where a block has an even number of
+    tiles. 1: one after the other, with a third of the code; enough where the MXU is the bottleneck anyway."""
+    stored: bool = False
+    """Whether exponentials are stored where a gradient is asked for, 2 bytes for each row and column. The backward then
+    computes no logits. For bfloat16; block_v must be a multiple of 512."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slots not in (1, 2):
+            raise ValueError(f"slots={self.slots} must be 1 or 2; use 2")
+        if self.stored and self.block_v % STORED_COLUMNS:
+            raise ValueError(
+                f"block_v={self.block_v} must be a multiple of {STORED_COLUMNS} where exponentials are stored; use "
+                f"{-(-self.block_v // STORED_COLUMNS) * STORED_COLUMNS}, or stored=False"
+            )
 
 
 class LinearCrossEntropyTpuBackward(_TpuBlocks):
-    """Block sizes of the dx and the dw kernel."""
+    """Block sizes of the dx and the dw kernel, which recompute the logits, and of the kernel that takes stored ones."""
 
     choices = search_over(
         block_n_dx=(128, 256, 512, 1024, 2048),
         block_v_dx=(128, 256, 512, 1024, 2048),
         block_n_dw=(128, 256, 512, 1024, 2048),
         block_v_dw=(128, 256, 512, 1024, 2048),
+        block_n_stored=(256, 512, 1024, 2048, 4096),
+        block_v_stored=(512, 1024, 2048),
+        block_h_stored=(128, 256, 384, 512, 768, 1024, 2048),
         block_h=(1024, 2048, 4096),
         tile_n=(128, 256, 512),
     )
-    memory_fields = ("block_n_dx", "block_v_dx", "block_n_dw", "block_v_dw", "tile_n")
+    memory_fields = (
+        *("block_n_dx", "block_v_dx", "block_n_dw", "block_v_dw"),
+        *("block_n_stored", "block_v_stored", "block_h_stored", "tile_n"),
+    )
 
     block_n_dx: int
     block_v_dx: int
     block_n_dw: int
     block_v_dw: int
+    _: dataclasses.KW_ONLY
+    block_n_stored: int = 1024
+    block_v_stored: int = 512
+    block_h_stored: int = 256
+    """The part of H whose dx is accumulated for all rows at a time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_integers("block_v_stored", multiple=STORED_COLUMNS, why="two halves of pairs of lanes")
 
 
 class _Sm90Tiles(Config):

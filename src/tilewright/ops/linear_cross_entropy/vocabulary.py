@@ -3,9 +3,9 @@
 The statistics of a row are those of its parts, as for the blocks of a kernel: the largest logit m, the sum of
 exp(logit - m), and the label's logit, which one part has. Two maxima and two sums per row go over the network.
 
-Exponentials that a part stores for the backward (`StoredExponentials`) stay on its device. Where the compiler cuts a
-call, what is saved has the shape that the whole call saves, which a part's exponentials do not have: there the backward
-recomputes all logits.
+Exponentials that a part stores for the backward (`StoredExponentials`, `StoredBits`) stay on its device. Where the
+compiler cuts a call, what is saved has the shape that the whole call saves, which a part's exponentials do not have:
+there the backward recomputes all logits.
 """
 
 import dataclasses
@@ -35,6 +35,22 @@ class StoredExponentials(NamedTuple):
     """The columns of a block."""
 
 
+class StoredBits(NamedTuple):
+    """exp(logit - m) of all columns, as the TPU's forward pass stores them for the backward.
+
+    m is the largest logit of the row up to and including the block of columns.
+    """
+
+    bits: jax.Array
+    """int32 [N, W / 2], where W is V in whole blocks: the exponentials, times the slope of the soft cap, two per word."""
+    highest: jax.Array
+    """[N, columns]: m, in the order that the kernels of both passes agree on."""
+    label_logit: jax.Array
+    """[N]: the label's logit."""
+    block_v: Static
+    """The columns of a block."""
+
+
 class RowStatistics(NamedTuple):
     """What a forward pass saves of each row: m and sum exp(logit - m), from which the probabilities follow."""
 
@@ -43,7 +59,8 @@ class RowStatistics(NamedTuple):
     total: jax.Array
     per_nat: Static = Static(1.0)
     """The unit of `highest`: log2(e) where exponentials are powers of 2."""
-    stored: StoredExponentials | None = None
+    stored: Any = None
+    """`StoredExponentials` (Hopper), `StoredBits` (TPU), or None."""
 
 
 @dataclass(frozen=True)

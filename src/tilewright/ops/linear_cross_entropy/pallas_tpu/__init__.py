@@ -1,4 +1,6 @@
-"""Linear cross entropy as Mosaic TPU kernels: one for the forward in fwd.py, two for the backward in bwd.py."""
+"""Linear cross entropy as Mosaic TPU kernels: the forward in fwd.py, the backward in stored.py (one kernel, from what the
+forward stored) and in bwd.py (two, which recompute the logits).
+"""
 
 from tilewright.core.implementation import Implementation
 from tilewright.ops.linear_cross_entropy.pallas_tpu.bwd import BACKWARD

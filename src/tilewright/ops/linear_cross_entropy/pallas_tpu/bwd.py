@@ -1,4 +1,6 @@
-"""The backward kernels of linear cross entropy on TPU: dx and dw, each of which recomputes the logits. See fwd.py.
+"""The backward of linear cross entropy on TPU where no exponentials are stored: dx and dw each recompute the logits.
+
+With stored ones, see stored.py.
 
 With p_nv = exp(a_nv - max_n) / total_n, the gradient of a logit is
 
@@ -31,6 +33,12 @@ from tilewright.ops.linear_cross_entropy.pallas_tpu.fwd import (
     logits_tile,
     temporaries_bytes,
     unsupported_reason,
+)
+from tilewright.ops.linear_cross_entropy.pallas_tpu.stored import (
+    fits_memory,
+    gradients_of_stored,
+    stored_blocks,
+    stored_vmem_bytes,
 )
 from tilewright.pallas.arrays import dot_f32
 from tilewright.pallas.tpu.gemm import for_row_tiles, up_to
@@ -158,6 +166,13 @@ def _declaration(call: LinearCrossEntropyCall, output: str, block_n: int, block_
     )
 
 
+def _memory(call: LinearCrossEntropyCall, launch: Launch) -> dict[str, int]:
+    of_stored = {}
+    if fits_memory(launch.chip, call):
+        of_stored["stored"] = stored_vmem_bytes(call, launch.config)
+    return _vmem_bytes(call, launch.config) | of_stored
+
+
 def _vmem_bytes(call: LinearCrossEntropyCall, config: LinearCrossEntropyTpuBackward) -> dict[str, int]:
     blocks = {"dx": (config.block_n_dx, config.block_v_dx), "dw": (config.block_n_dw, config.block_v_dw)}
 
@@ -174,10 +189,13 @@ def _heuristic(chip: Chip, call: LinearCrossEntropyCall) -> LinearCrossEntropyTp
 
     dx = largest_blocks(chip, call, functools.partial(needed, output="dx"), rows_stay=True)
     dw = largest_blocks(chip, call, functools.partial(needed, output="dw"), rows_stay=False)
-    return LinearCrossEntropyTpuBackward(*dx, *dw)
+    return LinearCrossEntropyTpuBackward(*dx, *dw, **(stored_blocks(chip, call) or {}))
 
 
 def _backward(call: LinearCrossEntropyCall, saved: Any, cotangents: Any, launch: Launch) -> LinearCrossEntropyCall:
+    # A part of a call that the compiler cut has nothing of its own stored.
+    if saved.stored is not None and call.whole_v is None:
+        return gradients_of_stored(call, saved, cotangents, launch)
     (highest, total, *_), (d_nll, d_logsumexp) = saved, cotangents
     x, w, config = call.x, call.w, launch.config
     (n, h), v = x.shape, w.shape[1]
@@ -208,6 +226,6 @@ BACKWARD = Pass(
     config=LinearCrossEntropyTpuBackward,
     heuristic=_heuristic,
     unsupported_reason=unsupported_reason,
-    memory=lambda call, launch: _vmem_bytes(call, launch.config),
+    memory=_memory,
     memory_fields="a smaller block_n or block_v of that kernel",
 )

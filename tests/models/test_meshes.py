@@ -60,6 +60,8 @@ class Case:
     pipeline: Pipeline = field(default_factory=Pipeline)
     found: dict[str, int] | None = None
     """The collectives of a step's loss and gradients, but for all-reduces; None for any."""
+    remat: str = "none"
+    prefetch: bool = False
 
 
 # Each axis alone and together, over the five families. FSDP gathers each of the 6 weights of a layer that have a model
@@ -75,13 +77,16 @@ CASES = {
     "pipeline": Case("qwen3_5_text", {"pipeline": 2}, (LINEAR, FULL) * 4, pipeline=Pipeline(interleave=2)),
     "fsdp x expert": Case("qwen3_moe", {"fsdp": 2, "expert": 2}, (FULL,)),
     "context x tensor": Case("qwen3_next", {"context": 2, "tensor": 2}, (LINEAR, FULL)),
+    # The backward pass begins with the two weights of the last layer's MLP, and gathers them before its loop, too.
+    "fsdp, prefetched": Case("qwen3", {"fsdp": 4}, found={"all-gather": 16}, prefetch=True),
+    "fsdp x expert, prefetched": Case("qwen3_moe", {"fsdp": 2, "expert": 2}, remat="ops", prefetch=True),
 }
 # On eight devices, in a process of its own: this one has four.
 OF_EIGHT = Case("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, found={"all-gather": 14})
 
 
 def check(case: Case, folder: Path) -> None:
-    table = config_of(folder, train={"moe_z_loss": 1e-3}).train
+    table = config_of(folder, train={"moe_z_loss": 1e-3, "remat": case.remat}).train
     model = model_of(case.family, case.layers)
     mesh = make_mesh(**case.mesh, devices=jax.devices()[: int(np.prod(list(case.mesh.values())))])
     placed = model.shard(mesh)
@@ -89,7 +94,8 @@ def check(case: Case, folder: Path) -> None:
     batch = some_batch(model.architecture.vocab_size, (1, case.rows, 16))
     batch = jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh, 3, leading=1)))
     with jax.set_mesh(mesh):
-        compiled = gradients(model.architecture, table, case.pipeline).lower(placed.weights, batch).compile()
+        graded = gradients(model.architecture, table, case.pipeline, prefetch=case.prefetch)
+        compiled = graded.lower(placed.weights, batch).compile()
         got = compiled(placed.weights, batch)
     assert_close(got, on_one_device(case.family, case.layers, case.rows, table), 1e-5)
     validate_sharding(got[2], model.rules(), mesh)

@@ -158,12 +158,12 @@ def some_batch(vocabulary: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
 
 
 @functools.cache
-def gradients(architecture: Any, table: Any, pipeline: Any = None) -> Any:
+def gradients(architecture: Any, table: Any, pipeline: Any = None, *, prefetch: bool = False) -> Any:
     """The objective, its parts and its gradients, as a step computes them of (weights, batch)."""
 
     def loss(weights: Any, each: Any, count: Any) -> Any:
         cast = training.cast(architecture, weights, table.dtype)
-        return training.loss_of(architecture, cast, each, table, count, pipeline)
+        return training.loss_of(architecture, cast, each, table, count, pipeline, prefetch=prefetch)
 
     return jax.jit(lambda weights, batch: training.gradients_of(loss, weights, batch))
 
@@ -256,8 +256,9 @@ def test_lora_trains_its_factors_only(tmp_path: Path) -> None:
     assert changed == {"q_proj", "gate_up"}
 
 
+# Qwen3-Next's layers are those of Qwen3.5, and its experts those of Qwen3-MoE.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_next"])
 def test_every_family_learns_a_batch(family: str, tmp_path: Path) -> None:
     """And with experts, the losses of the router are there, and biases move."""
     model = {"path": str(GOLDEN / family), "pretrained": True}

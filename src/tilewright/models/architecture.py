@@ -25,6 +25,7 @@ from tilewright.layers.moe import Routing
 from tilewright.ops.norm.api import rms_norm
 from tilewright.parallel.mesh import MeshError
 from tilewright.parallel.pipeline import PIPELINE, Pipeline, is_staged, run_stages
+from tilewright.parallel.prefetch import can_prefetch, run_prefetched
 
 _LONGEST_PERIOD = 8
 _CACHE_TILE = 64
@@ -153,6 +154,11 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return name not in ("reshard", "pvary", "without_axes") and not name.startswith("tilewright_")
 
 
+def _all_but_broadcast(primitive: Any, *_: Any, **__: Any) -> bool:
+    """`_all_but_gathered` for a loop that saves what is the same in all repeats once per repeat, such as RoPE's tables."""
+    return primitive.name not in ("broadcast_in_dim", "iota") and _all_but_gathered(primitive)
+
+
 def hidden_states(
     architecture: Architecture,
     weights: ModelWeights,
@@ -163,6 +169,7 @@ def hidden_states(
     capacity: int | None = None,
     remat: Any = None,
     pipeline: Pipeline | None = None,
+    prefetch: bool = False,
 ) -> tuple[jax.Array, Any, list[Any]]:
     """The last hidden states [B, T, D], normalised; the states after; and the routings, stacked per block of a pattern.
 
@@ -171,6 +178,8 @@ def hidden_states(
     of `jax.checkpoint` for each repeat of a pattern, or None to keep everything. On Explicit mesh axes None does not keep
     weights that were gathered (FSDP): the backward pass gathers them again. Where the layers of a run are cut over the mesh
     axis "pipeline", they run as its stages, and `pipeline` says how; the rows of the results are cut over it, too.
+    `prefetch`: where tokens and weights are cut over "fsdp", the backward pass of a run outside of the stages gathers the
+    weights that it reads first one repeat ahead (parallel/prefetch.py).
     """
     if any(is_staged(run) for run in weights.runs):
         if states is not None or capacity is not None:
@@ -216,6 +225,15 @@ def hidden_states(
                 return x, routing
 
             x, routing = run_stages(stage, own, x, segment_ids, pipeline)
+        elif prefetch and states is None and capacity is None and can_prefetch(own, x):
+
+            def repeat(own: Any, x: jax.Array, segment_ids: Any, body: Any = body) -> Any:
+                x, (_, routing) = body(segment_ids, x, (own, None))
+                return x, routing
+
+            kept = _all_but_broadcast if remat is None else remat
+            first = _read_first_backward(run, kept)
+            x, routing = run_prefetched(repeat, own, x, segment_ids, first=first, policy=kept)
         else:
             layers = (own, None if states is None else states[number])
             x, (state, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, layers)
@@ -223,6 +241,14 @@ def hidden_states(
         routings += [each for each in routing if each is not None]
     x = rms_norm(x, weights.norm, eps=architecture.eps, offset=architecture.norm_offset)
     return x, None if states is None and capacity is None else tuple(after), routings
+
+
+def _read_first_backward(run: Run, policy: Any) -> tuple[BlockWeights, ...]:
+    """Which weights the backward pass of a repeat reads first: the last MLP's, or the first mixer's to recompute it."""
+    last = len(run.pattern) - 1
+    if policy in (_all_but_broadcast, jax.checkpoint_policies.dots_with_no_batch_dims_saveable):
+        return tuple(BlockWeights(False, False, False, place == last) for place in range(last + 1))
+    return tuple(BlockWeights(False, place == 0, False, False) for place in range(last + 1))
 
 
 def _over_pipeline(x: jax.Array, mesh: Any) -> jax.Array:

@@ -1,6 +1,7 @@
 """Imports: the contracts of pyproject.toml hold, and the library needs only jax, jaxtyping and numpy."""
 
 import graphlib
+import logging
 import subprocess
 import sys
 import textwrap
@@ -44,7 +45,12 @@ def library(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_import_contracts() -> None:
     """Layers point one way and there are no import cycles, imports inside functions included."""
-    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+    try:
+        assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+    finally:
+        # It configures logging, which turns off every logger that is there: other tests read the package's.
+        for name in [*logging.root.manager.loggerDict]:
+            logging.getLogger(name).disabled = False
 
 
 def test_no_import_cycles() -> None:

@@ -278,7 +278,7 @@ def test_compile_reads_its_arguments_before_it_compiles() -> None:
         (
             (*op, "--config", "block_q=8"),
             "--config block_q is not a block size of linear_cross_entropy; use one of forward: block_h, tile_n, block_n, "
-            "block_v; backward: block_h, tile_n, block_n_dx",
+            "block_v, slots, stored; backward: block_h, tile_n, block_n_dx",
         ),
         ((*op, "--config", "backward.block_n=16"), "--config backward.block_n is not a block size of"),
         ((*op, "--config", "block_n=8"), "block_n=8 must be a positive multiple of 16"),

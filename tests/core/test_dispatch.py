@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,3 +146,22 @@ def test_importing_tilewright_imports_no_kernel_and_no_tool() -> None:
     took, heavy = done.stdout.split(" ", 1)
     assert heavy.strip() == "[]"
     assert float(took) < 1.0
+
+
+def lossy(**options: Any) -> Any:
+    return jax.eval_shape(lambda *arrays: tilewright.linear_cross_entropy(*arrays, **options), X, W, LABELS)
+
+
+def test_two_configs_of_one_kind_and_a_list_are_refused() -> None:
+    forward = tilewright.configs.LinearCrossEntropyXlaForward(64, 512)
+    with pytest.raises(TypeError, match="has two of one kind; pass a forward and a backward one at most"):
+        lossy(config=(forward, forward))
+    with pytest.raises(TypeError, match="is a list; pass one config, or a tuple of a forward and a backward one"):
+        lossy(config=[forward])
+
+
+def test_a_config_of_another_chips_kernel_is_refused_with_a_remedy_that_mends_it() -> None:
+    config = tilewright.configs.LinearCrossEntropyTpuForward(16, 128)
+    told = r"name implementation='pallas_tpu' .*; leave config out"
+    with tilewright.target("cpu"), pytest.raises(tilewright.Unsupported, match=told):
+        lossy(config=config)

@@ -35,7 +35,7 @@ from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import leave_room
 from tilewright.workbench.peers.compare import bench_peer
 from tilewright.workbench.peers.registry import Peer, absent, peers
-from tilewright.workbench.plot import check_suffix, plot_bench
+from tilewright.workbench.plot import check_plot, plot_bench
 from tilewright.workbench.records import DECODE_SIZED_S, Record, append_records, comparable_samples
 
 
@@ -91,7 +91,7 @@ def _settle(
         None if baseline is None else tuple(read_baseline(baseline)),
     )
     if plot is not None:
-        check_suffix(plot)
+        check_plot(plot)
     try_writing(records=records, plot=plot)
     return asked
 
@@ -297,7 +297,7 @@ def bench(
     _show(done, records=records, plot=plot, quiet=quiet)
     passes = asked.baseline is None or _passes(done, asked.baseline)
     if others := [peer.name for peer in asked.against if op not in peer.ops]:
-        console().print(f"[yellow]no {op}:[/] {', '.join(others)}")
+        console().print(f"[yellow]not timed:[/] {', '.join(others)}, without {op}")
     tell(absent=missing)
     for name, remedy in missing.items():
         console().print(f"[yellow]absent:[/] {escape(f'{name}: {remedy}')}", soft_wrap=True)

@@ -212,6 +212,10 @@ class Op:
                 f"{did_you_mean(implementation, self.implementations)}"
             )
         configs = config if isinstance(config, tuple) else () if config is None else (config,)
+        if isinstance(config, list):
+            raise TypeError(f"config={config!r} is a list; pass one config, or a tuple of a forward and a backward one")
+        if len({type(each) for each in configs}) < len(configs):
+            raise TypeError(f"config={config!r} has two of one kind; pass a forward and a backward one at most")
         if configs:
             self._candidates_for(configs, implementation)
         return _Request(self, implementation, configs, current_chip(tuple(call.given().values())), current_interpret())
@@ -252,7 +256,9 @@ class Op:
             rejected[name] = reason or ""
         if implementation is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
-            raise Unsupported(f"{self.name}: no implementation can run this call ({reasons})")
+            whose = f" with config={configs[0] if len(configs) == 1 else configs!r}" if configs else ""
+            remedy = "; leave config out for another implementation" if configs else ""
+            raise Unsupported(f"{self.name}: no implementation can run this call{whose} ({reasons}){remedy}")
         what = "differentiate" if differentiated else "run"
         raise Unsupported(
             f"{self.name}: implementation={implementation!r} cannot {what} this call: {rejected[implementation]}"
@@ -298,7 +304,7 @@ class Op:
         described = f"this is a {here}" if kind.lower() == here.lower() else f"this is a {here} ({kind})"
         return chip, (
             f"it is a {word} kernel and {described}; use implementation='{self.plain}', "
-            f"or run the kernel in its interpreter with tilewright.interpret()"
+            f"or name implementation={name!r} inside of tilewright.interpret()"
         )
 
 

@@ -6,11 +6,15 @@ from pathlib import Path
 from tilewright.workbench.records import Record
 
 
-def check_suffix(path: Path) -> None:
-    """Raises `ValueError` where a plot cannot be written in the format that the suffix names."""
+def check_plot(path: Path) -> None:
+    """Raises `ValueError` where no plot can be written: in the format that the suffix names, or at all."""
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         name = path.with_suffix(".png") if path.name else "times.png"
         raise ValueError(f"--plot {path} has no suffix of a format for plots; use {name}, .pdf or .svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"--plot {path} needs matplotlib: pip install 'tilewright[bench]'") from error
 
 
 def plot_bench(records: Sequence[Record], path: Path) -> None:

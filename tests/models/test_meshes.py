@@ -86,7 +86,7 @@ OF_EIGHT = Case("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, found={"all-gather
 
 
 def check(case: Case, folder: Path) -> None:
-    table = config_of(folder, train={"moe_z_loss": 1e-3, "remat": case.remat}).train
+    table = config_of(folder, train={"moe_z_loss": 1e-3, "remat": case.remat, "prefetch": case.prefetch}).train
     model = model_of(case.family, case.layers)
     mesh = make_mesh(**case.mesh, devices=jax.devices()[: int(np.prod(list(case.mesh.values())))])
     placed = model.shard(mesh)
@@ -94,7 +94,7 @@ def check(case: Case, folder: Path) -> None:
     batch = some_batch(model.architecture.vocab_size, (1, case.rows, 16))
     batch = jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh, 3, leading=1)))
     with jax.set_mesh(mesh):
-        graded = gradients(model.architecture, table, case.pipeline, prefetch=case.prefetch)
+        graded = gradients(model.architecture, table, case.pipeline)
         compiled = graded.lower(placed.weights, batch).compile()
         got = compiled(placed.weights, batch)
     assert_close(got, on_one_device(case.family, case.layers, case.rows, table), 1e-5)

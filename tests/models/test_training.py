@@ -158,12 +158,12 @@ def some_batch(vocabulary: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
 
 
 @functools.cache
-def gradients(architecture: Any, table: Any, pipeline: Any = None, *, prefetch: bool = False) -> Any:
+def gradients(architecture: Any, table: Any, pipeline: Any = None) -> Any:
     """The objective, its parts and its gradients, as a step computes them of (weights, batch)."""
 
     def loss(weights: Any, each: Any, count: Any) -> Any:
         cast = training.cast(architecture, weights, table.dtype)
-        return training.loss_of(architecture, cast, each, table, count, pipeline, prefetch=prefetch)
+        return training.loss_of(architecture, cast, each, table, count, pipeline)
 
     return jax.jit(lambda weights, batch: training.gradients_of(loss, weights, batch))
 

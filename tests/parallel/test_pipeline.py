@@ -32,7 +32,9 @@ def loss(run: Any, weights: jax.Array, x: jax.Array, shift: jax.Array) -> Any:
     return jnp.sum(jnp.square(x)) + jnp.sum(sums * factors), (x, sums)
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "interleave"), [(2, 4, 1), (4, 4, 3)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "interleave"), [pytest.param(2, 4, 1, marks=pytest.mark.slow), (4, 4, 3)]
+)
 def test_results_are_those_of_a_loop_over_the_layers(stages: int, microbatches: int, interleave: int) -> None:
     rng = np.random.default_rng(0)
     weights, x, shift = (

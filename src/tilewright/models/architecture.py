@@ -148,15 +148,12 @@ def _applied(block: Block, weights: BlockWeights, x: jax.Array, state: Any, segm
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy of `jax.checkpoint` that keeps everything but gathered weights, which would be whole on every device.
 
-    A gather is a `reshard`; the others return what they are given, and an op saves a weight behind them.
+    A gather is a `reshard`; the next two return what they are given, and an op saves a weight behind them. Broadcasts cost
+    memory and no time: with them a layer of width 4096 took a quarter more of it (docs/measurements).
     """
     name = primitive.name
-    return name not in ("reshard", "pvary", "without_axes") and not name.startswith("tilewright_")
-
-
-def _all_but_broadcast(primitive: Any, *_: Any, **__: Any) -> bool:
-    """`_all_but_gathered` for a loop that saves what is the same in all repeats once per repeat, such as RoPE's tables."""
-    return primitive.name not in ("broadcast_in_dim", "iota") and _all_but_gathered(primitive)
+    dropped = ("reshard", "pvary", "without_axes", "broadcast_in_dim", "iota")
+    return name not in dropped and not name.startswith("tilewright_")
 
 
 def hidden_states(
@@ -231,9 +228,8 @@ def hidden_states(
                 x, (_, routing) = body(segment_ids, x, (own, None))
                 return x, routing
 
-            kept = _all_but_broadcast if remat is None else remat
-            first = _read_first_backward(run, kept)
-            x, routing = run_prefetched(repeat, own, x, segment_ids, first=first, policy=kept)
+            first = _read_first_backward(run, policy)
+            x, routing = run_prefetched(repeat, own, x, segment_ids, first=first, policy=policy)
         else:
             layers = (own, None if states is None else states[number])
             x, (state, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, layers)
@@ -246,7 +242,7 @@ def hidden_states(
 def _read_first_backward(run: Run, policy: Any) -> tuple[BlockWeights, ...]:
     """Which weights the backward pass of a repeat reads first: the last MLP's, or the first mixer's to recompute it."""
     last = len(run.pattern) - 1
-    if policy in (_all_but_broadcast, jax.checkpoint_policies.dots_with_no_batch_dims_saveable):
+    if policy in (_all_but_gathered, jax.checkpoint_policies.dots_with_no_batch_dims_saveable):
         return tuple(BlockWeights(False, False, False, place == last) for place in range(last + 1))
     return tuple(BlockWeights(False, place == 0, False, False) for place in range(last + 1))
 

@@ -89,6 +89,8 @@ class TrainTable:
     """Of weights and activations in a forward and backward pass. Master weights and the optimizer are float32."""
     remat: str = "none"
     """What the backward pass keeps of each layer: see `tilewright.models.training.remat_policy`."""
+    prefetch: bool = False
+    """Whether the backward pass gathers weights that are cut over "fsdp" one repeat ahead (docs/parallel.md)."""
     clip_norm: float = 1.0
     """The largest norm of all gradients together; 0 for no limit."""
     z_loss: float = 0.0

@@ -180,8 +180,6 @@ def loss_of(
     table: TrainTable,
     count: Any,
     pipeline: Pipeline | None = None,
-    *,
-    prefetch: bool = False,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The objective of a microbatch, and its parts.
 
@@ -190,10 +188,9 @@ def loss_of(
       weights: in the dtype of the computation.
       batch: `ids`, `labels` and `segment_ids`, each [B, T], as `data.Rows` makes them. `segment_ids` is None where each row
         is one document.
-      table: the coefficients and the policy of remat.
+      table: the coefficients, the policy of remat, and whether gathers of weights run ahead.
       count: the labels of the whole step, which the sum of the losses is divided by.
       pipeline: how the batch goes through the stages of a mesh that has a pipeline.
-      prefetch: whether the backward pass gathers weights over "fsdp" one repeat of the layers ahead (docs/parallel.md).
 
     Returns:
       the objective, and `loss`, the cross entropy alone; with experts also `moe_load_balance`, `moe_z_loss` and `loads`,
@@ -207,7 +204,7 @@ def loss_of(
         segment_ids=batch["segment_ids"],
         remat=remat_policy(table.remat),
         pipeline=pipeline,
-        prefetch=prefetch,
+        prefetch=table.prefetch,
     )
     head, x = head_of(weights, x)
     summed, logsumexp = linear_cross_entropy(
@@ -295,20 +292,18 @@ def step_function(
     optimizing: OptimizerTable,
     adapters: LoraTable | None = None,
     pipeline: Pipeline | None = None,
-    *,
-    prefetch: bool = False,
 ) -> Callable[[TrainState, Any, Any], Any]:
     """The step (state, frozen, batch) -> (state, metrics), jitted; the state is donated.
 
     `frozen` is None, or with LoRA the weights that are not trained. Each array of the batch is [accumulate, B, T].
-    `pipeline` says how a batch goes through the stages of a mesh that has a pipeline, and `prefetch` is that of `loss_of`.
+    `pipeline` says how a batch goes through the stages of a mesh that has a pipeline.
     """
     optimizer, rate = optimizer_of(table, optimizing), schedule_of(optimizing, table.steps)
 
     def loss(weights: Any, frozen: Any, batch: Any, count: Any) -> Any:
         whole = weights if adapters is None else lora.merged(frozen, weights, adapters)
         whole = cast(architecture, whole, table.dtype)
-        return loss_of(architecture, whole, batch, table, count, pipeline, prefetch=prefetch)
+        return loss_of(architecture, whole, batch, table, count, pipeline)
 
     def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         objective, parts, gradients = gradients_of(

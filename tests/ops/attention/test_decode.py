@@ -100,6 +100,7 @@ def test_it_is_causal_attention_at_the_end_of_each_sequence(implementation: str)
         np.testing.assert_allclose(got[row], expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_pages_in_any_order_are_the_cache_in_one_piece(implementation: str) -> None:
     q, k, v = draw(b=2, s=48)

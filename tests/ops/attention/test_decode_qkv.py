@@ -252,6 +252,7 @@ def test_vmapped_calls_are_the_calls_one_by_one(caches_differ):
             np.testing.assert_allclose(one[n], other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_decode_attention_continues_from_it():
     """Past the capacity the result is NaN, and only there."""
     arrays = draw(dtype=jnp.float32, lengths=[3, 4])

@@ -246,6 +246,7 @@ def test_a_mask_array_may_change_under_jit(implementation: str) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 @implementations("pallas_tpu", "xla")
 def test_heads_with_masks_of_their_own(implementation: str) -> None:
     q, k, v = draw(t=140, s=140, h=4, kv=2)
@@ -262,6 +263,7 @@ def test_heads_with_masks_of_their_own(implementation: str) -> None:
     assert_alike(got, gradients(run("reference"), q, k, v))
 
 
+@pytest.mark.slow
 @implementations("pallas_tpu", "xla")
 def test_a_pair_of_segment_ids_and_a_dense_mask_together(implementation: str) -> None:
     q, k, v = draw(b=2, t=130, s=260)
@@ -283,6 +285,7 @@ def test_a_pair_of_segment_ids_and_a_dense_mask_together(implementation: str) ->
     assert_alike(got, gradients(run("reference"), q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_keys_far_from_every_query_are_no_error(implementation: str) -> None:
     """A split of a long sequence's keys, out of reach of the window: zeros, as for any query without keys."""
@@ -295,6 +298,7 @@ def test_keys_far_from_every_query_are_no_error(implementation: str) -> None:
     assert not np.any(flash_attention(q, k[:, :0], v[:, :0], window=(3, 0), mask=masks.Causal()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_distances_beyond_int32_are_without_end(implementation: str) -> None:
     q, k, v = draw(t=8, s=8)

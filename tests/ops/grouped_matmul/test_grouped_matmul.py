@@ -128,6 +128,7 @@ def test_weight_only(dtype: str, block: Any) -> None:
     np.testing.assert_allclose(dx, d_plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_swiglu_takes_gates_and_values_as_an_axis() -> None:
     x, w, sizes = draw(20, 16), draw(2, 16, 24, seed=1), jnp.array([5, 12])
     both = grouped_matmul(x, w.reshape(2, 16, 2, 12), sizes, activation="swiglu")

@@ -206,12 +206,13 @@ STORED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "h", "v", "options"),
     [
-        pytest.param(96, 128, 1024, {}, marks=pytest.mark.slow),
+        (96, 128, 1024, {}),
         (70, 200, 1100, {"soft_cap": 3.0, "ignored": 0.2, "z_loss": 1e-2}),
-        pytest.param(33, 72, 513, {"logit_scale": 300.0}, marks=pytest.mark.slow),
+        (33, 72, 513, {"logit_scale": 300.0}),
     ],
 )
 def test_gradients_from_stored_exponentials(n: int, h: int, v: int, options: dict) -> None:

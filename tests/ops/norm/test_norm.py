@@ -158,6 +158,7 @@ def test_heads_of_64_fill_the_lanes() -> None:
         assert "bf16[600,384]" in str(jax.make_jaxpr(rms_norm)(x, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [rms_norm, layer_norm, gated_rms_norm])
 @every_implementation
 def test_shard_map_over_rows(op, implementation: str, cpu_devices: list) -> None:
@@ -318,6 +319,7 @@ def test_vmap_is_one_larger_call_with_its_config() -> None:
         np.testing.assert_allclose(got[1][n], gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_vmap_over_weights_gives_each_element_its_gradient() -> None:
     """Weights that differ, or whose gradients would be summed by a larger call, are left to JAX's own rule."""
     x, w = jax.random.normal(jax.random.key(0), (3, 16, 128)), jax.random.normal(jax.random.key(1), (3, 128))

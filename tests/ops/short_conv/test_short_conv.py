@@ -274,6 +274,7 @@ def test_what_the_gpu_kernels_refuse() -> None:
         ShortConvSm90Backward(18)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_shard_map_over_the_batch(implementation: str, cpu_devices: list) -> None:
     """Four devices with a sequence each; w is replicated, and its gradient is the sum over the devices."""

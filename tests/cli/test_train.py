@@ -114,7 +114,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (("train", "broken.toml"), "broken.toml cannot be read as TOML"),
         (("train", "key.toml"), "[train] has no key 'stepz'; its keys are steps"),
         (("train", "length.toml"), "[data] seq_len=-4 must be positive"),
-        (("train", "file.toml"), "[data] text: none.txt does not exist"),
+        (("train", "file.toml"), "/none.txt does not exist"),
         (("train", "type.toml"), "[optimizer] learning_rate='fast' must be a number"),
         (("train", "vocabulary.toml"), "text.txt has token 122, and the model's vocabulary has 100"),
         (("train", "family.toml"), "model_type='gpt' is not known"),

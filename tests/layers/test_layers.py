@@ -388,6 +388,7 @@ def test_a_state_that_latent_attention_cannot_take_is_named() -> None:
     for state, message in (
         (layer.initial_state(2, capacity=3), r"state has room for 3 tokens, holds 0, and x has T=5 more; .*capacity=5"),
         (layer.initial_state(1, capacity=8), r"state\.latents has batch 1 and x has batch 2; they must be equal"),
+        (layer.apply(w, x, segment_ids=jnp.ones((2, 5), int))[1], r"this state is that after packed sequences"),
         (other, r"state is of type \w+ and LatentAttention takes LatentState; pass the state that this layer returned"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -136,6 +136,15 @@ def test_generation_token_for_token(family: str, layers: tuple[str, ...], mesh: 
 
 
 @pytest.mark.slow
+def test_logits_of_weights_that_are_cut_where_the_ids_are_not() -> None:
+    """FSDP without tensor: the vocabulary is whole, and so are ids that nobody has placed."""
+    model = model_of("qwen3", (FULL,))
+    ids = np.arange(12).reshape(4, 3)
+    placed = model.shard(make_mesh(fsdp=4))
+    np.testing.assert_allclose(placed(ids), model(ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_rows_over_data_are_decoded_token_for_token() -> None:
     model = model_of("qwen3", (FULL,))
     placed = model.shard(make_mesh(data=2, tensor=2))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tilewright import models
-from tilewright.models import Batch, CheckpointError, Model, Prefix, Sampling
+from tilewright.models import Batch, CheckpointError, Model, Prefix, Sampling, generation
 from tilewright.models.architecture import hidden_states, initial_states, logits_of, runs_of
 from tilewright.models.checkpoint import Checkpoint
 from tilewright.models.generation import pieces
@@ -68,7 +68,7 @@ def test_logits_in_chunks_and_token_by_token(family: str) -> None:
 def test_packed_documents_do_not_see_each_other(family: str) -> None:
     model, golden = held(family)
     ids = golden["input_ids"][:1, :75]
-    segments = np.repeat([[0, 1, 2]], 25, axis=1)
+    segments = np.repeat([[0, 1, 0]], 25, axis=1)  # The third is not the first, although they share an id.
     alone = [model(part) for part in np.split(ids, 3, axis=1)]
     np.testing.assert_allclose(model(ids, segments), np.concatenate(alone, axis=1), rtol=0, atol=TOLERANCE)
 
@@ -240,6 +240,13 @@ def test_a_seed_gives_the_same_tokens() -> None:
     drawn = [model.generate(prompt, 6, temperature=1.0, top_p=0.9, seed=seed) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert not np.array_equal(drawn[0], drawn[2])
+    alone = model.generate(prompt[1:], 6, temperature=1.0, top_p=0.9, seed=1)
+    np.testing.assert_array_equal(drawn[0][1:], alone)
+    batch = Batch(model, rows=2, capacity=32, sampling=Sampling(temperature=1.0, top_p=0.9))
+    row = batch.join(prompt[1].tolist(), seed=1)
+    for _ in range(6):
+        batch.step()
+    np.testing.assert_array_equal(batch.leave(row), alone[0])
 
 
 def test_pieces_of_prompts() -> None:
@@ -269,6 +276,12 @@ def copy(tmp_path: Path, **changed: Any) -> Path:
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not known"),
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu' is"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types has 'sliding_attention'; only 'full_attention' is supported",
+        ),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
     ],
 )
 def test_a_config_that_does_not_fit(changed: Any, told: str, tmp_path: Path) -> None:
@@ -307,6 +320,23 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
         models.load(folder)
 
 
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    folder = copy(tmp_path)
+    file = folder / "model.safetensors"
+    named = b'q_proj.weight":{"dtype":"F32"'
+    file.write_bytes(file.read_bytes().replace(named, named.replace(b"F32", b"I32")))
+    with pytest.raises(CheckpointError, match=r"safetensors: '.*q_proj.weight' is of int32, and weights are floating"):
+        models.load(folder)
+
+
+@pytest.mark.slow
+def test_a_quantised_model_is_not_saved(tmp_path: Path) -> None:
+    model = models.load(GOLDEN / "qwen3", quantize="int8")
+    with pytest.raises(ValueError, match=r"^a quantised model cannot be saved; save the one it was made from"):
+        model.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_bad_ids_and_options() -> None:
     model, _ = held("qwen3")
     assert np.isnan(jax.jit(lambda ids: model(ids))(jnp.array([[-1, 2]]))).all()
@@ -323,5 +353,13 @@ def test_bad_ids_and_options() -> None:
         model.generate(np.zeros((1, 8), np.int32), 3, capacity=10)
     with pytest.raises(ValueError, match="temperature=-1 must be 0"):
         model.generate([[1]], 2, temperature=-1)
+    with pytest.raises(ValueError, match=r"stop_tokens=\['a'\] must be a list of ids"):
+        generation.generate(model, [[1]], 2, Sampling(), stop_tokens=["a"])
+    with pytest.raises(ValueError, match="capacity=0 must be a positive integer"):
+        Batch(model, rows=1, capacity=0)
+    with pytest.raises(ValueError, match="the prompt has 3 tokens, and capacity=3 has no room for one more"):
+        Batch(model, rows=1, capacity=3).join([1, 2, 3])
+    with pytest.raises(CheckpointError, match=r"none is not a file; pass one that Prefix.save wrote"):
+        Prefix.load("none", model)
     with pytest.raises(ValueError, match="quantize='int16' must be one of"):
         models.load(GOLDEN / "qwen3", quantize="int16")

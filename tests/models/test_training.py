@@ -105,6 +105,15 @@ def test_an_epoch_has_every_row_and_the_order_resumes() -> None:
     assert begun + resumed == straight
 
 
+def test_a_run_is_the_same_from_every_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config_of(tmp_path)  # Writes the text.
+    values = {"model": {"config": TINY}, "data": {"text": ["text.txt"], "seq_len": 16}, "train": {"steps": 1}}
+    monkeypatch.chdir(tmp_path)
+    here = TrainConfig.of(values, "run.toml").identity()
+    monkeypatch.chdir("/")
+    assert TrainConfig.of(values, tmp_path / "run.toml").identity() == here
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

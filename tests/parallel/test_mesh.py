@@ -49,6 +49,8 @@ def test_a_mesh_has_the_axes_that_are_used() -> None:
             {"tensor": 2},
             r"^a mesh of tensor=2 has 2 devices, and there are 4; use data=-1 for all of them, or pass dev",
         ),
+        ({"devices": []}, r"^devices=\[\] must be a list of devices, such as jax.devices\(\)\[:4\]$"),
+        ({"devices": jax.devices()[:1] * 2}, r"^devices has 2 devices, and 1 of them differ; pass each one once$"),
     ],
 )
 def test_a_mesh_that_the_devices_do_not_make(sizes: dict[str, Any], message: str) -> None:
@@ -66,6 +68,11 @@ def test_a_mesh_that_the_devices_do_not_make(sizes: dict[str, Any], message: str
             r"works is tensor=2$",
         ),
         ("qwen3_moe", {"expert": 3}, r"has 8 experts; expert=3 does not divide it, .* nearest that works is expert=2$"),
+        (
+            "qwen3",
+            {"fsdp": 2, "model": 2},
+            r"^the mesh has an axis 'model', over which nothing is cut; use .*, tensor$",
+        ),
         ("qwen3", {"expert": 2}, r"^expert=2: a qwen3 of this config has no experts; use expert=1$"),
         ("qwen3", {"fsdp": 3}, r" channels; fsdp=3 does not divide it, and the nearest that works is fsdp=2$"),
         (
@@ -94,6 +101,8 @@ def test_an_array_that_is_not_where_it_belongs_is_named() -> None:
     tree = {"mu": {"mixer": {"q_proj": jnp.zeros((8, 8)), "norm": jnp.zeros(8)}}, "count": jnp.int32(0)}
     placed = rules.placed(tree, mesh)
     validate_sharding(placed, rules, mesh)
+    with pytest.raises(MeshError, match=r"^mesh is of type NoneType; use tilewright.parallel.make_mesh"):
+        validate_sharding(placed, rules, None)
     assert placed["mu"]["mixer"]["q_proj"].sharding.spec == P("fsdp", "tensor")
 
     def with_q_proj(x: Any) -> Any:

@@ -87,16 +87,20 @@ def test_the_gate_names_what_is_slower_and_exits_with_1(tmp_path: Path) -> None:
     done = ran(*words, "--baseline", "slow.jsonl", cwd=tmp_path)
     assert done.code == 0, done
     assert "faster: xla odd bfloat16: " in done.stdout
-    assert "no baseline: reference odd bfloat16" in done.flat
+    assert "no baseline, forward: reference odd bfloat16" in done.flat
 
 
 def test_a_baseline_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(record().to_json() + "\n" + json.dumps({"median_ms": 3}) + "\n")
+    for name, line in {"list": [1, 2], "zero": json.loads(record().to_json()) | {"samples_s": [0.0, 0.0]}}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
     append_records(tmp_path / "checks.jsonl", [made(kind="check", samples_s=())])
     words = ("bench", "rms_norm", "--baseline")
     assert_refused(
         ((*words, "none.jsonl"), "--baseline none.jsonl is not a file; pass a file that --records wrote"),
         ((*words, "text.jsonl"), "--baseline text.jsonl: line 2 is not a record (record schema=None is not 3"),
+        ((*words, "list.jsonl"), "line 1 is not a record (it is a list, and not an object); remove that line"),
+        ((*words, "zero.jsonl"), "line 1 is not a record (samples_s must be positive times in seconds)"),
         ((*words, "checks.jsonl"), "--baseline checks.jsonl has no measurement"),
         ((*words, "checks.jsonl", "--compile-only"), "--baseline compares times and --compile-only takes none"),
         cwd=tmp_path,

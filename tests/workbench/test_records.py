@@ -44,6 +44,14 @@ def test_a_round_trip_keeps_everything(tmp_path: Path) -> None:
     assert read == [FORWARD, BACKWARD]
 
 
+def test_a_line_that_was_cut_off_stays_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(record().to_json()[:40])
+    append_records(path, [record(case="after")])
+    cut_off, whole = path.read_text().splitlines()
+    assert (len(cut_off), Record.from_json(whole).case) == (40, "after")
+
+
 def test_what_does_not_fit_leaves_the_records_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "records.jsonl"
     append_records(path, [record()])

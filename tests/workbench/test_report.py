@@ -109,7 +109,7 @@ def test_what_is_wrong_failed_or_missing_is_told(report: Report) -> None:
 
 def test_tuning_counts_no_candidate_that_is_wrong(report: Report) -> None:
     (search,) = (row for row in rows(report, "tuning") if row["what"] == "flash_attention causal_8k")
-    assert search["tried"] == "7 5 ok, 1 crash, 1 wrong"
+    assert search["tried"] == "7 (5 ok, 1 crash, 1 wrong)"
     assert (search["heuristic"], search["chosen"], search["gain"]) == ("2.00 ms", "1.50 ms", "1.33x")
     assert search["its config"] == "block_q=384, block_k=128"
     assert [row["verdict"] for row in rows(report, "tuning", 1)] == ["crash", "wrong"]

@@ -466,7 +466,7 @@ def _run(
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         code = process.wait(timeout=min(_POLL_S, limit_s))
                     if code is None and (_stop.is_set() or time.monotonic() - began >= limit_s):
-                        return _Answer(ok=False, error=f"the compiler was stopped after {limit_s:.0f} s (limit_s)")
+                        return _Answer(ok=False, error=f"the compiler was stopped after {limit_s:g} s")
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)

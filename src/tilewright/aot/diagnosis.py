@@ -24,6 +24,8 @@ def diagnose(error: str, chip: Chip, version: str) -> Diagnosis:
     for read in (_vmem_overflow, _unsupported, _misaligned) if chip.platform == "tpu" else (_ptxas_registers,):
         if (found := read(error, chip)) is not None:
             return found
+    if error.startswith("the compiler was stopped"):
+        return Diagnosis(_first(error), "give it longer: --limit, or limit_s= of aot.compile")
     return Diagnosis(_first(error), "read the compiler's full message in the report's `error`")
 
 

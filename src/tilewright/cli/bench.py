@@ -149,7 +149,19 @@ def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
                 **{name: getattr(change, name) for name in ("verdict", "now_s", "before_s", "noise", "basis")},
             }
             for change in found.changes
-        ]
+        ],
+        not_compared=[
+            {
+                "why": why,
+                **{name: getattr(record, name) for name in ("op", "implementation", "case", "dtype", "mode")},
+            }
+            for why, records in {
+                "no baseline": found.without_baseline,
+                "not measured now": found.not_measured,
+                "baseline of another chip": [now for now, _ in found.other_chip],
+            }.items()
+            for record in records
+        ],
     )
 
     def names(records: Iterable[Record]) -> str:
@@ -173,7 +185,10 @@ def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
     )
     lines = {
         "other versions": escape(", ".join(found.other_versions)),
-        "no baseline": names(found.without_baseline),
+        **{
+            f"no baseline, {mode}": names(each for each in found.without_baseline if each.mode == mode)
+            for mode in ("forward", "forward+backward")
+        },
         "in the baseline, not measured now": names(found.not_measured),
     }
     for chips in dict.fromkeys((now.provenance.chip, then.provenance.chip) for now, then in found.other_chip):

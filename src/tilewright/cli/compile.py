@@ -100,7 +100,7 @@ def compile_verb(
                     f"{', '.join(found.implementations)}"
                 )
         check_name(dtype, DTYPES, "--dtype")
-        check_seconds(limit, "limit")
+        check_seconds(limit, "limit", positive=True)
         every = tuple(c.name for c in found.cases)
         large = [c.name for c in found.cases if not c.small] or list(every)
         cases = split_names(case, every, "case") if case is not None else (large[0],)

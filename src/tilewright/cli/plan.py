@@ -103,7 +103,7 @@ def plan(
         check_name(how, _HOW, "--compile")
         if decode and (remat != "none" or microbatches > 1):
             raise ValueError("--remat and --microbatches are of a training step; leave them out with --decode")
-        check_seconds(limit, "limit")
+        check_seconds(limit, "limit", positive=True)
         if usable is not None and not usable > 0:
             raise ValueError(f"--memory {usable} is not a number of GiB; use such as 31.2")
         place = Place.of(Chip.named(chip), topology, None if usable is None else int(usable * GIB))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shlex
 import tempfile
 import time
 from pathlib import Path
@@ -189,7 +190,7 @@ def _show(title: str, made: Profile, top: int, dtype: str | None) -> None:
     for line in _lines(made, chip, dtype):
         out.print(line, highlight=False, soft_wrap=True)
     xplane, perfetto = files(made.folder)
-    out.print(f"XProf: xprof --logdir {made.folder}", highlight=False, markup=False, soft_wrap=True)
+    out.print(f"XProf: xprof --logdir {shlex.quote(str(made.folder))}", highlight=False, markup=False, soft_wrap=True)
     if perfetto is not None:
         out.print(f"Perfetto: open {perfetto} in ui.perfetto.dev", highlight=False, markup=False, soft_wrap=True)
     else:

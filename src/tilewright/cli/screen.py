@@ -227,10 +227,11 @@ def new_table(title: str | None, left: tuple[str, ...], right: tuple[str, ...] =
     return table
 
 
-def check_seconds(value: float, argument: str) -> None:
+def check_seconds(value: float, argument: str, *, positive: bool = False) -> None:
     """Raises where an option is not a time in seconds."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"--{argument} {value} is not a number of seconds; use 0 or more, such as 2")
+    if not (math.isfinite(value) and value >= 0) or (positive and not value):
+        least = "more than 0" if positive else "0 or more"
+        raise ValueError(f"--{argument} {value} is not a number of seconds; use {least}, such as 2")
 
 
 def duration(value: float) -> str:

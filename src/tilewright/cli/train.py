@@ -120,10 +120,11 @@ def _lead(config: Path, read: Config, run: Run, folder: Path, track: str | None)
         interrupt.answered()
         with writing("out", folder), arguments():
             # Processes may be interrupted between different steps, and a checkpoint takes all of them.
-            saved = run.save() if run.num_processes == 1 else None
+            saved = run.save() if run.num_processes == 1 else []
             made = [record["step"] for record in _read_records(records) if "loss" in record]
-            if saved is not None and saved.step not in made:
-                _append(records, _record(saved, run.flops_per_token, None))
+            for metrics in saved:
+                if metrics.step not in made:
+                    _append(records, _record(metrics, run.flops_per_token, None))
         console().print(
             f"[bold red]interrupted[/] at step {run.step}; the last checkpoint is of step {run.last_checkpoint or 0}: "
             f"the same command goes on from there",

@@ -82,7 +82,7 @@ def _settle(
     **_: Any,
 ) -> _Asked:
     found = find_op(op)
-    check_seconds(limit, "limit")
+    check_seconds(limit, "limit", positive=True)
     if chip is not None and not estimate:
         raise ValueError("--chip is a chip to estimate for; pass --estimate too, or omit it to measure on this device")
     if estimate and "pallas_tpu" not in found.implementations:

@@ -242,9 +242,7 @@ class Attention(Layer[AttentionWeights]):
         batch = explicit_axes(x)[0]
         if state is not None and state.first is not None:
             state = replace(state, first=placed(state.first, [batch]))
-        segment_ids = None if segment_ids is None else placed(segment_ids, [batch, ()])
-        # The segments of a row, numbered 0, 1, 2, ... in order: an id that occurs again later is another segment.
-        runs = None if segment_ids is None else jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
+        runs = numbered_segments(segment_ids, x)
         if context is not None:
             o = attend_over(context, q, k, v, runs, implementation)
             keys, values = (placed(each, [batch, (), *explicit_axes(each)[2:]]) for each in (k, v))
@@ -307,6 +305,17 @@ class Attention(Layer[AttentionWeights]):
         slots = (capacity, self.num_kv_heads, self.head_dim)
         self.check_state(state, x, keys=slots, values=slots)
         check_room(state.length, capacity, x.shape[1])
+
+
+def numbered_segments(segment_ids: Any, x: jax.Array) -> Int[Array, "B T"] | None:
+    """The segments of each row of x [B, T, D], numbered in order: an id that occurs again later is another segment.
+
+    On Explicit mesh axes the rows are where those of x are, and whole.
+    """
+    if segment_ids is None:
+        return None
+    segment_ids = placed(segment_ids, [explicit_axes(x)[0], ()])
+    return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 
 
 def attend_over(

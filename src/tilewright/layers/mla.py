@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
-from tilewright.layers.attention import attend_over, cache_positions, check_room, held, written
+from tilewright.layers.attention import attend_over, cache_positions, check_room, held, numbered_segments, written
 from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
@@ -31,7 +31,7 @@ class LatentState:
     caches: ClassVar[tuple[str, ...]] = ("latents",)
     """Those with an axis of tokens. In a fixed cache each may be a `StackedCache`."""
 
-    latents: Leaf  # [B, S, R + E], normalised
+    latents: Leaf  # [B, S, R + E], normalised; None after packed sequences, which are not continued
     length: Leaf  # int32, or [B], the number of tokens in the cache; None in a grown one, which holds S
 
     def with_capacity(self, capacity: int) -> "LatentState":
@@ -113,8 +113,8 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         """Returns y [B, T, D] and the cache after x [B, T, D]: a whole sequence, a chunk of one, or a single token.
 
         Without a state the returned cache is a grown one, of the tokens of x. `segment_ids` [B, T] separates packed
-        sequences, of calls without a state. `implementation` is that of `flash_attention`. Where an Explicit mesh axis cuts
-        x along T, y is cut alike, and the cache has whole sequences.
+        sequences, of calls without a state, and leaves no cache. `implementation` is that of `flash_attention`. Where an
+        Explicit mesh axis cuts x along T, y is cut alike, and the cache has whole sequences.
         """
         self.check_tokens(x)
         self.check_weights(weights)
@@ -126,14 +126,20 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         latents = jnp.concatenate([latent, down[..., r:]], axis=-1)
         if state is None:
             k, v = self._expanded(weights, latents)
+            runs = numbered_segments(segment_ids, x)
             if context is None:
-                o = flash_attention(q, k, v, causal=True, segment_ids=segment_ids, implementation=implementation)
+                o = flash_attention(q, k, v, causal=True, segment_ids=runs, implementation=implementation)
             else:
-                o = attend_over(context, q, k, v, segment_ids, implementation)
-            after = LatentState(placed(latents, [explicit_axes(x)[0], (), ()]), None)
+                o = attend_over(context, q, k, v, runs, implementation)
+            after = LatentState(placed(latents, [explicit_axes(x)[0], (), ()]) if runs is None else None, None)
         else:
             if segment_ids is not None:
                 raise ValueError("LatentAttention takes segment_ids without a state only; pass one sequence per row")
+            if isinstance(state, LatentState) and state.latents is None:
+                raise ValueError(
+                    "this state is that after packed sequences (segment_ids), which LatentAttention does not continue; "
+                    "read the last sequence by itself"
+                )
             capacity = state.latents.shape[1] if isinstance(state, LatentState) else 0
             self.check_state(state, x, latents=(capacity, r + self.shared_key_dim))
             check_room(state.length, capacity, t)

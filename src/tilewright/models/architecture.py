@@ -321,7 +321,7 @@ def embedded(embedding: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Ar
         return jnp.take(embedding, outside, axis=0, mode="fill", fill_value=jnp.nan)
     tokens, vocabulary = explicit_axes(ids), embedding.shape[0]
     over = tuple(axis for axis in explicit_axes(embedding)[0] if not any(axis in each for each in tokens))
-    mesh = jax.typeof(embedding if over else ids).sharding.mesh
+    mesh = jax.typeof(embedding if any(explicit_axes(embedding)) else ids).sharding.mesh
 
     def own(rows: jax.Array, ids: jax.Array) -> jax.Array:
         first = jax.lax.axis_index(over) * rows.shape[0] if over else 0

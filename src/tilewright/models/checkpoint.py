@@ -131,6 +131,12 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         self.read.add(name)
+        dtype = self._where[name].tensors[name][0]
+        if dtype.kind in "iub":
+            raise CheckpointError(
+                f"{self._where[name].path}: {name!r} is of {dtype}, and weights are floating-point numbers; a checkpoint "
+                f"that is quantised has to be converted to bfloat16 first"
+            )
         return self._where[name].read(name)
 
     def __contains__(self, name: object) -> bool:

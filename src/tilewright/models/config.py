@@ -58,6 +58,13 @@ class Config:
             raise CheckpointError(f"{self.path}: {key}={value!r} must be a positive number")
         return float(value)
 
+    def flag(self, key: str) -> bool:
+        """True or false; false where the key is not there."""
+        value = self.get(key, default=False)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path}: {key}={value!r} must be true or false")
+        return value
+
     @property
     def model_type(self) -> str:
         return str(self.values.get("model_type", "unknown"))
@@ -71,13 +78,18 @@ class Config:
         """Raises where a key is there with another value than these, or null."""
         value = self.values.get(key)
         if value is not None and value not in allowed:
-            known = " or ".join(map(repr, allowed))
+            known = " or ".join(map(repr, allowed)) or "null"
             raise CheckpointError(f"{self.path}: {key}={value!r} is not supported; only {known} is")
 
     def rope(self) -> dict[str, Any]:
         """`rope_theta`, `rope_fraction` and `rope_scaling` of an `Attention` layer."""
-        values = {**self.get("rope_scaling", default={}), **self.get("rope_parameters", default={})}
-        inner = Config({**self.values, **values}, self.path)
+        values = dict(self.values)
+        for key in ("rope_scaling", "rope_parameters"):
+            given = self.get(key, default={})
+            if not isinstance(given, dict):
+                raise CheckpointError(f"{self.path}: {key}={given!r} must be an object")
+            values |= given
+        inner = Config(values, self.path)
         kind = inner.get("rope_type", "type", default="default")
         theta = float(inner.get("rope_theta", default=10_000.0))
         fraction = float(inner.get("partial_rotary_factor", default=1.0))

@@ -30,6 +30,14 @@ FIRST_PIECE = 8192
 PIECE = 512
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen from logits."""
@@ -39,12 +47,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be 0 (the most probable token) or more")
+        if not _is_number(self.temperature) or not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature!r} must be 0 (the most probable token) or more")
         if self.top_k is not None and (not isinstance(self.top_k, int | np.integer) or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k!r} must be a positive integer, or None")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1], or None")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p={self.top_p!r} must be in (0, 1], or None")
 
     def choose(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """A token per row of logits [B, V], each drawn with its own key. Where V is cut over a mesh axis it is gathered."""
@@ -183,6 +191,8 @@ class Prefix:
     @staticmethod
     def load(path: str | Path, model: Any) -> "Prefix":
         """The prefix that `save` wrote, for the same model."""
+        if not Path(path).is_file():
+            raise checkpoint.CheckpointError(f"{path} is not a file; pass one that Prefix.save wrote")
         file = checkpoint.SafetensorsFile(Path(path))
         if not {"ids", "logits"} <= set(file.tensors):
             raise checkpoint.CheckpointError(f"{path} is not a prefix that Prefix.save wrote")
@@ -249,6 +259,9 @@ class Batch:
     """
 
     def __init__(self, model: Any, rows: int, capacity: int, sampling: Sampling = Sampling()):  # noqa: B008, frozen
+        for name, value in (("rows", rows), ("capacity", capacity)):
+            if not _is_integer(value) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
         self._model, self._capacity, self._sampling = model, capacity, sampling
         self._states = initial_states(model.architecture, rows, capacity, model.dtype)
         self._logits = jnp.zeros((rows, model.architecture.vocab_size), jnp.float32)
@@ -267,6 +280,11 @@ class Batch:
             raise ValueError(f"all {len(self._steps)} rows are taken; let one leave, or make the batch with more rows")
         row = self.free[0]
         own = read_prefix(self._model, prompt, self._capacity, prefix)
+        if len(own.ids) >= self._capacity:
+            raise ValueError(
+                f"the prompt has {len(own.ids)} tokens, and capacity={self._capacity} has no room for one more; make the "
+                f"batch with a larger capacity"
+            )
         self._states = _insert(self._states, own.states, jnp.int32(row))
         self._logits = self._logits.at[row].set(own.logits[0])
         self._keys = self._keys.at[row].set(jax.random.key(seed))
@@ -301,13 +319,18 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    stop_tokens: tuple[int, ...] = (),
+    stop_tokens: Any = (),
     seed: int = 0,
     capacity: int | None = None,
 ) -> Any:
     """See `Model.generate`."""
-    if not isinstance(max_new_tokens, int | np.integer) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
+    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer, 0 or more")
+    if not _is_integer(seed):
+        raise ValueError(f"seed={seed!r} must be an integer")
+    if not isinstance(stop_tokens, tuple | list) or not all(map(_is_integer, stop_tokens)):
+        raise ValueError(f"stop_tokens={stop_tokens!r} must be a list of ids, such as [2]")
+    stop_tokens = tuple(map(int, stop_tokens))
     max_new_tokens = int(max_new_tokens)
     if not len(input_ids):
         raise ValueError("input_ids is empty; give at least one prompt of at least one token")
@@ -332,7 +355,7 @@ def generate(
     if max_new_tokens == 0:
         return np.stack(prompts) if rectangular else prompts
     logits, states = _read_prompts(model, prompts, most)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
+    keys = jnp.stack([jax.random.key(seed + row) for row in range(len(prompts))])
     tokens, counts, _ = continued(
         model.architecture, model.weights, (logits, keys), states, max_new_tokens, sampling, stop_tokens
     )

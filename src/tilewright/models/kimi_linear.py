@@ -97,5 +97,5 @@ def architecture(config: Config) -> Architecture:
         vocab_size=config.count("vocab_size"),
         blocks=tuple(blocks),
         eps=eps,
-        tied=config.get("tie_word_embeddings", default=False),
+        tied=config.flag("tie_word_embeddings"),
     )

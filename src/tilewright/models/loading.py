@@ -233,6 +233,6 @@ class _Loader:
         except CheckpointError:
             raise
         except ValueError as error:
-            raise CheckpointError(str(error)) from error
+            raise CheckpointError(f"{self._checkpoint.folder}: {error}") from error
         weights = layer.cast(weights, self._dtype)
         return weights if self._quantize is None else layer.quantized(weights, self._quantize)

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from tilewright.core.quantized import QuantizedArray
 from tilewright.models import checkpoint, generation
 from tilewright.models.architecture import Architecture, Block, ModelWeights, hidden_states, logits_of
 from tilewright.models.sharding import check_mesh, rules_of
@@ -76,7 +77,7 @@ class Model:
           top_p: draws from the most probable tokens only whose probabilities sum to at least this. With top_k it is of the
             tokens that top_k leaves, whose probabilities are normalised first.
           stop_tokens: ids after which a row ends. The stop token is part of the result.
-          seed: of the random numbers. Each row has its own, so that what it draws does not depend on its neighbours.
+          seed: of the random numbers; row i draws with seed + i, whatever its neighbours are.
           capacity: the tokens that the cache has room for; by default as many as this call needs.
 
         Returns:
@@ -88,7 +89,7 @@ class Model:
                 input_ids,
                 max_new_tokens,
                 generation.Sampling(temperature, top_k, top_p),
-                stop_tokens=() if stop_tokens is None else tuple(stop_tokens),
+                stop_tokens=() if stop_tokens is None else stop_tokens,
                 seed=seed,
                 capacity=capacity,
             )
@@ -128,6 +129,11 @@ class Model:
 
         Quantised weights are refused: transformers has no name for them.
         """
+        leaves = jax.tree.leaves(self.weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+        if any(isinstance(leaf, QuantizedArray) for leaf in leaves):
+            raise ValueError(
+                "a quantised model cannot be saved; save the one it was made from, and quantise on loading"
+            )
         folder = Path(path)
         config = json.loads(self.config)
         inner = config.get("text_config", config) if "text_config" in config else config

@@ -3,6 +3,7 @@
 from tilewright.layers.attention import Attention
 from tilewright.layers.mlp import MLP
 from tilewright.models.architecture import Architecture, Block
+from tilewright.models.checkpoint import CheckpointError
 from tilewright.models.config import Config
 
 
@@ -20,8 +21,16 @@ def attention(config: Config) -> Attention:
     )
 
 
+def check_layer_types(config: Config) -> None:
+    """Raises where a layer is of another kind than attention to all tokens, such as that to a window."""
+    for kind in config.get("layer_types", default=[]):
+        if kind != "full_attention":
+            raise CheckpointError(f"{config.path}: layer_types has {kind!r}; only 'full_attention' is supported")
+
+
 def architecture(config: Config) -> Architecture:
     config.refuse("hidden_act", "silu")
+    check_layer_types(config)
     d, eps = config.count("hidden_size"), config.number("rms_norm_eps")
     block = Block(attention(config), MLP(d_model=d, hidden_dim=config.count("intermediate_size")), eps)
     return Architecture(
@@ -29,5 +38,5 @@ def architecture(config: Config) -> Architecture:
         vocab_size=config.count("vocab_size"),
         blocks=(block,) * config.count("num_hidden_layers"),
         eps=eps,
-        tied=config.get("tie_word_embeddings", default=False),
+        tied=config.flag("tie_word_embeddings"),
     )

@@ -27,7 +27,7 @@ def architecture(config: Config) -> Architecture:
         blocks=qwen3_next.blocks(config, [mlp] * layers, separate=True),
         eps=config.number("rms_norm_eps"),
         norm_offset=1.0,
-        tied=config.get("tie_word_embeddings", default=False),
+        tied=config.flag("tie_word_embeddings"),
         prefix="model.language_model." if nested else "model.",
         skipped=("mtp.", "model.visual.", "visual."),
     )

@@ -31,6 +31,7 @@ def mixture(config: Config, *, normalize: bool) -> MoE:
 
 def architecture(config: Config) -> Architecture:
     config.refuse("hidden_act", "silu")
+    qwen3.check_layer_types(config)
     d, eps = config.count("hidden_size"), config.number("rms_norm_eps")
     mixer = qwen3.attention(config)
     sparse = mixture(config, normalize=config.get("norm_topk_prob", default=False))
@@ -43,5 +44,5 @@ def architecture(config: Config) -> Architecture:
         vocab_size=config.count("vocab_size"),
         blocks=tuple(Block(mixer, mlp(layer), eps) for layer in range(config.count("num_hidden_layers"))),
         eps=eps,
-        tied=config.get("tie_word_embeddings", default=False),
+        tied=config.flag("tie_word_embeddings"),
     )

@@ -63,6 +63,6 @@ def architecture(config: Config) -> Architecture:
         blocks=blocks(config, mlps),
         eps=config.number("rms_norm_eps"),
         norm_offset=1.0,
-        tied=config.get("tie_word_embeddings", default=False),
+        tied=config.flag("tie_word_embeddings"),
         skipped=("mtp.",),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from tilewright.models.architecture import Architecture
-from tilewright.parallel.mesh import MeshError
+from tilewright.parallel.mesh import MeshError, check_axes
 from tilewright.parallel.pipeline import PIPELINE, Pipeline
 from tilewright.parallel.rules import TABLE, LogicalAxes, Rules, not_divided
 
@@ -56,6 +56,7 @@ def _sizes(architecture: Architecture) -> Iterator[tuple[str, str, int]]:
 
 def check_mesh(architecture: Architecture, mesh: Any) -> None:
     """Raises a `MeshError` with the numbers where an axis of the mesh does not divide what it should cut."""
+    check_axes(mesh)
     sizes = list(_sizes(architecture))
     for mesh_axis in mesh.axis_names:
         parts = mesh.shape[mesh_axis]

@@ -232,7 +232,8 @@ class TrainConfig:
             if not isinstance(given, dict):
                 raise TrainConfigError(f"{path}: {name}={given!r} must be a table, [{name}]")
             try:
-                tables[name] = _read_table(kind, given, path.parent)
+                # Whole paths: a run is the same one from every working directory.
+                tables[name] = _read_table(kind, given, path.parent.resolve())
             except TrainConfigError as error:
                 raise TrainConfigError(f"{path}: [{name}] {error}") from None
         return TrainConfig(**tables)
@@ -244,7 +245,13 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """What must be equal where a run is resumed: everything but its length, its checkpoints and its mesh."""
         values = dataclasses.asdict(self)
-        del values["checkpoint"], values["mesh"], values["pipeline"], values["train"]["steps"]
+        del (
+            values["checkpoint"],
+            values["mesh"],
+            values["pipeline"],
+            values["train"]["steps"],
+            values["train"]["prefetch"],
+        )
         return _as_json(values)
 
 

@@ -409,6 +409,8 @@ class Training:
         self._manager = ocp.CheckpointManager(self.folder / _CHECKPOINTS, options=options)
         state = self._first_state(weights)
         self.step, self._done = 0, _Done(state, self._data.get_state(), None)
+        self._unread: list[tuple[int, dict[str, jax.Array]]] = []
+        """Steps whose metrics `steps` has not yielded."""
         self._restore(ocp)
         pipeline = Pipeline(**vars(config.pipeline))
         self._train_step = step_function(self.architecture, table, config.optimizer, config.lora, pipeline)
@@ -435,27 +437,17 @@ class Training:
         """Makes the steps that are left, one after the other, and checkpoints. A step is yielded when the next one runs."""
         steps, every = self.config.train.steps, self.config.checkpoint.every
         last: float | None = None
-        waiting: tuple[int, dict[str, jax.Array]] | None = None
-
-        def reported(number: int, metrics: dict[str, jax.Array]) -> Metrics:
-            nonlocal last
-            read = self._read(number, metrics)
-            now = time.perf_counter()
-            read, last = dataclasses.replace(read, seconds=None if last is None else now - last), now
-            return read
-
         while self.step < steps:
             self._advance()
-            if waiting is not None:
-                yield reported(*waiting)
-            waiting = (self.step, self._done.metrics or {})
-            if self.step % every == 0 or self.step == steps:
-                yield reported(*waiting)
-                waiting = None
+            is_kept = self.step % every == 0 or self.step == steps
+            while len(self._unread) > (0 if is_kept else 1):
+                read, now = self._read(*self._unread[0]), time.perf_counter()
+                yield dataclasses.replace(read, seconds=None if last is None else now - last)
+                last = now
+                del self._unread[0]  # Not before the caller has it: an interrupt may come at any moment.
+            if is_kept:
                 self.save()
                 last = time.perf_counter()
-        if waiting is not None:
-            yield reported(*waiting)
 
     def _advance(self) -> None:
         accumulate = self.config.train.accumulate
@@ -464,6 +456,7 @@ class Training:
             state, metrics = self._train_step(self._done.state, self._frozen, self._placed(batch))
         self._done = _Done(state, self._data.get_state(), metrics)
         self.step += 1
+        self._unread.append((self.step, metrics))
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -511,23 +504,24 @@ class Training:
         named = {name: values.pop(name) for name in ("loss", "objective", "grad_norm", "learning_rate")}
         return Metrics(step=number, tokens=self.tokens_per_step, seconds=None, others=values, **named)
 
-    def save(self) -> Metrics | None:
-        """Writes a checkpoint of the last complete step, if there is none yet, and returns the step.
+    def save(self) -> list[Metrics]:
+        """Writes a checkpoint of the last complete step, if there is none yet.
 
-        A step whose loss is not a number is not written, and raises.
+        Returns the steps up to it that `steps` may not have yielded: after an interrupt, those that no record has yet. A
+        step whose loss is not a number is not written, and raises.
         """
         import orbax.checkpoint as ocp
 
         done = self._done
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(done.state))  # Donated to a step that was interrupted.
         if lost or done.metrics is None:
-            return None
+            return []
         step = int(done.state.step)
-        metrics = self._read(step, done.metrics)
+        self._read(step, done.metrics)
         if step != self.last_checkpoint:
             items = ocp.args.Composite(state=ocp.args.StandardSave(done.state), data=ocp.args.JsonSave(done.data))
             self._manager.save(step, args=items)
-        return metrics
+        return [self._read(*each) for each in self._unread]
 
     def _restore(self, ocp: Any) -> None:
         step = self._manager.latest_step()

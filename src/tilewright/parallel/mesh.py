@@ -1,11 +1,13 @@
 """A mesh of devices whose axes have the names that the rules of the models know."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The axes of a mesh, from the one whose devices exchange the least to the one whose devices exchange the most: the last
@@ -47,10 +49,10 @@ def make_mesh(
     sizes = {
         "pipeline": pipeline, "data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor,
     }  # fmt: skip
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise MeshError(f"{name}={size!r} must be a positive integer, or -1 for the devices that are left")
-    found = list(jax.devices() if devices is None else devices)
+    sizes = {name: _checked(name, size) for name, size in sizes.items()}
+    if not isinstance(axis_type, AxisType):
+        raise MeshError(f"axis_type={axis_type!r} must be AxisType.Explicit or AxisType.Auto, of jax.sharding")
+    found = _devices(devices)
     sizes = _filled(sizes, len(found))
     spelled = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
     wanted = math.prod(sizes.values())
@@ -65,6 +67,18 @@ def make_mesh(
     return jax.make_mesh(tuple(kept.values()), tuple(kept), axis_types=(axis_type,) * len(kept), devices=found)
 
 
+def check_axes(mesh: Any) -> None:
+    """Raises a `MeshError` for what is no mesh, and for an axis that no rule knows, over which nothing would be cut."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(f"mesh is of type {type(mesh).__name__}; use tilewright.parallel.make_mesh(data=...)")
+    unknown = [axis for axis in mesh.axis_names if axis not in MESH_AXES and mesh.shape[axis] > 1]
+    if unknown:
+        raise MeshError(
+            f"the mesh has an axis {unknown[0]!r}, over which nothing is cut; use tilewright.parallel.make_mesh, whose "
+            f"axes are {', '.join(MESH_AXES)}"
+        )
+
+
 def auto_axes(mesh: Any) -> Mesh:
     """The same mesh with Auto axes, on which arrays can be indexed along axes that are cut."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -75,6 +89,25 @@ def products_that_divide(devices: int, wanted: int) -> str:
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     nearest = min(divisors, key=lambda n: (abs(n - wanted), n))
     return f"their product must be one of {', '.join(map(str, divisors))}, and the nearest is {nearest}"
+
+
+def _checked(name: str, size: Any) -> int:
+    try:
+        number = -2 if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        number = -2
+    if number < 1 and number != -1:
+        raise MeshError(f"{name}={size!r} must be a positive integer, or -1 for the devices that are left")
+    return number
+
+
+def _devices(devices: Any) -> list[Any]:
+    found = list(jax.devices() if devices is None else devices) if devices is None or np.iterable(devices) else []
+    if not found or not all(hasattr(device, "device_kind") for device in found):
+        raise MeshError(f"devices={devices!r} must be a list of devices, such as jax.devices()[:4]")
+    if len(set(found)) < len(found):
+        raise MeshError(f"devices has {len(found)} devices, and {len(set(found))} of them differ; pass each one once")
+    return found
 
 
 def _filled(sizes: dict[str, int], devices: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tilewright.parallel.mesh import MeshError
+from tilewright.parallel.mesh import MeshError, check_axes
 from tilewright.parallel.processes import global_array
 
 LogicalAxes = tuple[str | None, ...]
@@ -104,6 +104,9 @@ def validate_sharding(tree: Any, rules: Rules, mesh: Any) -> None:
       rules: those of the model (`model.rules()`).
       mesh: where the arrays should be. The types of its axes do not matter.
     """
+    if not isinstance(rules, Rules):
+        raise MeshError(f"rules is of type {type(rules).__name__}; use model.rules()")
+    check_axes(mesh)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
         if not isinstance(leaf, jax.Array):

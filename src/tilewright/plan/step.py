@@ -133,6 +133,8 @@ class Step:
                 f"batch={self.batch} rows cannot be cut into {self.accumulate} microbatches; the nearest that works is "
                 f"{_nearest(self.accumulate, self.batch)}"
             )
+        if self.lora is not None:
+            _factors(self.config, self.lora)
         mesh = self.abstract_mesh
         if mesh is None:
             return

@@ -78,7 +78,7 @@ def read_baseline(path: Path) -> list[Record]:
                 records.append(Record.from_json(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"--baseline {path}: line {number} is not a record ({error}); pass a file that --records wrote"
+                    f"--baseline {path}: line {number} is not a record ({error}); remove that line, or pass another file"
                 ) from error
     timed = [record for record in records if record.kind == "bench" and record.samples_s]
     if not timed:

@@ -194,7 +194,7 @@ def trace_script(
     if steady.taken is None:
         raise NothingTraced(
             f"{script} ended before {settle_s:g} s had passed in which it compiled nothing and ran something; make it run "
-            f"longer, or pass --settle 0"
+            f"longer{', or pass --settle 0' if settle_s else ''}"
         )
     return summarise(folder, steady.taken, steps=None)
 

@@ -107,7 +107,9 @@ class Record:
 
     @staticmethod
     def from_json(line: str) -> "Record":
-        data: dict[str, Any] = json.loads(line)
+        data: Any = json.loads(line)
+        if not isinstance(data, dict):
+            raise ValueError(f"it is a {type(data).__name__}, and not an object")
         schema = data.pop("schema", None)
         if schema == 1:
             data["metrics"] = {**data["metrics"], **{name: data.pop(name) for name in ("config", "config_source")}}
@@ -116,6 +118,8 @@ class Record:
         data["provenance"] = Provenance(**data["provenance"])
         for name in ("samples_s", "device_samples_s", "device_cold_samples_s"):
             data[name] = tuple(data.get(name, ()))
+            if not all(isinstance(time, int | float) and 0 < time < float("inf") for time in data[name]):
+                raise ValueError(f"{name} must be positive times in seconds")
         return Record(**data)
 
 
@@ -137,8 +141,19 @@ def comparable_samples(
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Appends records to a JSONL file; they are on disk when this returns. Its folder is made if it does not exist."""
-    _append(path, "".join(record.to_json() + "\n" for record in records))
+    """Appends records to a JSONL file; they are on disk when this returns. Its folder is made if it does not exist.
+
+    Where the last line was cut off, by a kill, it stays a line of its own.
+    """
+    _append(path, ("\n" if _is_cut_off(path) else "") + "".join(record.to_json() + "\n" for record in records))
+
+
+def _is_cut_off(path: Path) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -190,8 +190,11 @@ def _on_shard(
             f"shards: use exchange='ring'"
         )
     way = exchange or ("heads" if heads % shards == 0 else "ring")
-    if isinstance(only_whole["mask"], jax.Array):
-        refused, only_whole = {**refused, "mask": True}, {**only_whole, "mask": None}
+    # All devices run one program, so heads cannot have masks of their own.
+    mask = only_whole["mask"]
+    kind = "a mask array" if isinstance(mask, jax.Array) else "a mask per head" if _is_per_head(mask) else None
+    if kind is not None:
+        refused, only_whole = {**refused, kind: True}, {**only_whole, "mask": None}
     given = [name for name, value in refused.items() if value is not None]
     given += [name for name, value in only_whole.items() if value is not None] if way == "ring" else []
     if given:
@@ -218,6 +221,10 @@ def _on_shard(
     run = attend_over_heads if way == "heads" else attend_in_ring
     out, logsumexp = run(attend, q, k, v, None if ids[0] is None else ids, causal, axis_name)
     return (out[0], logsumexp[0]) if unbatched else (out, logsumexp)
+
+
+def _is_per_head(mask: Any) -> bool:
+    return isinstance(mask, Mask) and mask.num_heads is not None
 
 
 def _validate_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

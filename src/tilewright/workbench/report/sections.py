@@ -564,7 +564,7 @@ def _tuning(trials: Sequence[Trial]) -> Section | None:
             _name(first),
             Cell(what),
             Cell(first.chip),
-            Cell(str(len(tried)), len(tried), under=", ".join(f"{count} {name}" for name, count in verdicts.items())),
+            Cell(str(len(tried)), len(tried), under=f"({_counts(verdicts)})"),
             _time(begun, estimate=estimate),
             _time(None if chosen is None else chosen.seconds, estimate=estimate),
             Cell() if gain is None else Cell(f"{gain:.2f}x", gain, "good" if gain > 1 else ""),
@@ -598,6 +598,10 @@ def _tuning(trials: Sequence[Trial]) -> Section | None:
     )
     blocks: tuple[Table | Chart, ...] = (table, *charts, *((failed,) if wrong else ()))
     return Section("tuning", "Tuning", tuple(filter(None, text)), blocks)
+
+
+def _counts(verdicts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in verdicts.items())
 
 
 def _search_chart(name: str, title: str, tried: Sequence[Trial]) -> Chart:

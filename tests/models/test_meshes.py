@@ -152,6 +152,13 @@ def test_rows_over_data_are_decoded_token_for_token() -> None:
     drawn = [each.generate(prompts, 4, temperature=0.8, top_k=9) for each in (placed, model)]
     for one, other in zip(*drawn, strict=True):
         np.testing.assert_array_equal(one, other)
+    batch = generation.Batch(placed, rows=2, capacity=8)
+    rows = [batch.join(prompts[0])]
+    batch.step()
+    rows.append(batch.join(prompts[1]))
+    batch.step()
+    for row, prompt, tokens in zip(rows, prompts, (2, 1), strict=False):
+        np.testing.assert_array_equal(batch.leave(row), model.generate([prompt], tokens)[0])
     with placed.on_mesh():
         logits, states = generation._read_prompts(placed, [np.asarray(each) for each in prompts], 8)
     assert jax.typeof(logits).sharding.spec[0] == "data"

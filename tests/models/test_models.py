@@ -1,5 +1,6 @@
 """Models against checkpoints, logits and tokens that transformers wrote; what is saved; prompts, rows and prefixes."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -122,6 +123,11 @@ def test_a_sharded_checkpoint(tmp_path: Path) -> None:
     shutil.copy(GOLDEN / "qwen3" / "config.json", tmp_path)
     again, (model, _) = models.load(tmp_path, dtype="float32"), held("qwen3")
     jax.tree.map(np.testing.assert_array_equal, again.weights, model.weights)
+    # What is saved beside them is what is read from then on.
+    changed = dataclasses.replace(model, weights=jax.tree.map(lambda leaf: 2 * leaf, model.weights))
+    changed.save(tmp_path)
+    again = models.load(tmp_path, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, again.weights, changed.weights)
 
 
 @pytest.mark.slow

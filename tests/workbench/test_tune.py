@@ -53,6 +53,7 @@ class Trial:
     """Costs of configs without running any. `confirmed`: the ratios of the last comparison with the heuristic."""
 
     side_by_side = 2
+    settled = False
 
     def __init__(self, cost: Callable[[Any], float | str], confirmed: float = 0.5) -> None:
         self.cost, self.best, self.seen = cost, float("inf"), list[Config]()
@@ -470,7 +471,7 @@ def test_estimates_rank_configs_and_never_stand_for_measurements(
     def compile_each(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Compiled]]:
         for place, given in enumerate(configs):
             block, tile = given["forward"].block_n, given["forward"].tile_n
-            floor = 1000.0 / block + tile
+            floor = 1000.0 * (1000.0 / block + tile)
             no = Compiled(None, ok=False, cause="scoped vmem limit exceeded") if block > 256 else None
             yield place, no or Compiled(None if tile == 32 else floor)
 
@@ -491,12 +492,30 @@ def test_estimates_rank_configs_and_never_stand_for_measurements(
         (),
         "v6e",
     )
-    assert entry.seconds == pytest.approx((1000 / 256 + 16) * 1e-6)
+    assert entry.seconds == pytest.approx((1000 / 256 + 16) * 1e-3)
     results.put(tables, "v6e", "rms_norm", [entry])
     case = case_of("rms_norm")
     with target_chip("v6e"):
         told = str(dispatch.explain("rms_norm", **case.structs("bfloat16"), **case.options))
     assert "(tuned: estimated on v6e" in told
+
+
+def test_a_config_at_the_floor_of_its_bytes_ends_the_search(tmp_path: Path) -> None:
+    case, chip = case_of("rms_norm"), Chip.named("v6e")
+    (forward, _) = targets(dispatch.find_op("rms_norm"), case, "bfloat16", "pallas_tpu", chip)
+    assert chip.bytes_per_s is not None
+    floor_us = case.work(2).bytes / chip.bytes_per_s * 1e6
+    compiled: list[Any] = []
+
+    def compile_each(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Compiled]]:
+        for place, given in enumerate(configs):
+            compiled.append(given)
+            yield place, Compiled((2.0 if len(compiled) == 1 else 1.005) * floor_us)
+
+    trial = Estimates(forward, compile_each, jobs=1)
+    trial._checked = lambda config: {}  # type: ignore[method-assign]
+    done = session.tune(forward, trial, budget_s=60, records=tmp_path / "tune.jsonl", say=lambda _: None)
+    assert (len(compiled), done.complete) == (2, True)
 
 
 def case_of(op: str) -> Any:

@@ -103,11 +103,11 @@ class Checkpoint(Mapping[str, np.ndarray]):
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; pass the one that has config.json and {SINGLE}")
         self._where: dict[str, SafetensorsFile] = {}
-        if (self.folder / INDEX).exists():
-            self._read_index()
-        elif (self.folder / SINGLE).exists():
+        if (self.folder / SINGLE).exists():  # Before the index, as transformers has it: `Model.save` writes this one.
             file = SafetensorsFile(self.folder / SINGLE)
             self._where = dict.fromkeys(file.tensors, file)
+        elif (self.folder / INDEX).exists():
+            self._read_index()
         else:
             raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {INDEX}; only safetensors are read")
         self.read: set[str] = set()

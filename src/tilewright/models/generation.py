@@ -263,7 +263,8 @@ class Batch:
             if not _is_integer(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         self._model, self._capacity, self._sampling = model, capacity, sampling
-        self._states = initial_states(model.architecture, rows, capacity, model.dtype)
+        with model.on_mesh():
+            self._states = initial_states(model.architecture, rows, capacity, model.dtype)
         self._logits = jnp.zeros((rows, model.architecture.vocab_size), jnp.float32)
         self._keys = jax.random.split(jax.random.key(0), rows)
         self._ids: dict[int, list[int]] = {}
@@ -279,14 +280,20 @@ class Batch:
         if not self.free:
             raise ValueError(f"all {len(self._steps)} rows are taken; let one leave, or make the batch with more rows")
         row = self.free[0]
+        with self._model.on_mesh():
+            return self._join(row, prompt, seed, prefix)
+
+    def _join(self, row: int, prompt: Sequence[int], seed: int, prefix: Prefix | None) -> int:
         own = read_prefix(self._model, prompt, self._capacity, prefix)
         if len(own.ids) >= self._capacity:
             raise ValueError(
                 f"the prompt has {len(own.ids)} tokens, and capacity={self._capacity} has no room for one more; make the "
                 f"batch with a larger capacity"
             )
-        self._states = _insert(self._states, own.states, jnp.int32(row))
-        self._logits = self._logits.at[row].set(own.logits[0])
+        # On Explicit mesh axes the heads of all rows are where those of this one are.
+        states = jax.tree.map(lambda whole, own: placed(whole, explicit_axes(own)), self._states, own.states)
+        self._states = _insert(states, own.states, jnp.int32(row))
+        self._logits = self._logits.at[row].set(placed(own.logits[0], [()]))
         self._keys = self._keys.at[row].set(jax.random.key(seed))
         self._ids[row], self._steps[row] = list(own.ids), 0
         return row
@@ -296,10 +303,11 @@ class Batch:
         for row, ids in self._ids.items():
             if len(ids) >= self._capacity:
                 raise ValueError(f"row {row} has {len(ids)} tokens, all that its cache has room for; let it leave")
-        keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.asarray(self._steps))
-        chosen = self._sampling.choose(self._logits, keys)
         model = self._model
-        self._logits, self._states = _read(model.architecture, model.weights, chosen[:, None], self._states)
+        with model.on_mesh():
+            keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.asarray(self._steps))
+            chosen = self._sampling.choose(self._logits, keys)
+            self._logits, self._states = _read(model.architecture, model.weights, chosen[:, None], self._states)
         self._steps += 1
         tokens = np.asarray(chosen)
         for row, ids in self._ids.items():

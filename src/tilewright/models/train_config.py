@@ -4,6 +4,7 @@ Every mistake in a file is a `TrainConfigError` of one line that names the table
 """
 
 import dataclasses
+import hashlib
 import tomllib
 import types
 import typing
@@ -273,7 +274,19 @@ def _as_json(value: Any) -> Any:
         return {key: _as_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_as_json(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return _told(value) if value.is_file() else str(value)
+    return value
+
+
+def _told(path: Path) -> str:
+    """A file by what it holds, since it may be moved: its name, its size, and a hash of its first and last MiB."""
+    size, part = path.stat().st_size, 2**20
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(part))
+        file.seek(max(0, size - part))
+        digest.update(file.read(part))
+    return f"{path.name} ({size} bytes, {digest.hexdigest()[:12]})"
 
 
 def _read_table(kind: Any, given: dict[str, Any], folder: Path) -> Any:

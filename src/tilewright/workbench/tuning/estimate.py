@@ -5,6 +5,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
+
 from tilewright.core.config import Config
 from tilewright.core.dispatch import Unsupported
 from tilewright.workbench.tuning.measure import Confirmed
@@ -38,6 +40,14 @@ CompileEach = Callable[[Sequence[Mapping[str, Config]]], Iterator[tuple[int, Rep
 """Compiles the target's case with the configs of each mapping, by direction; yields places and reports as they end."""
 
 
+def _floor_s(target: Target) -> float:
+    """What no config can be faster than: the time of the case's bytes and FLOPs at the chip's rates; 0 if not known."""
+    chip, case = target.chip, target.case
+    work = (case.work if target.direction == "forward" else case.work_grad)(jnp.dtype(target.dtype).itemsize)
+    peak = chip.flops_per_s(target.dtype)
+    return max(work.bytes / chip.bytes_per_s if chip.bytes_per_s else 0.0, work.flops / peak if peak else 0.0)
+
+
 class Estimates:
     """Tries configs of a target by compiling them."""
 
@@ -45,6 +55,8 @@ class Estimates:
         self.target, self.side_by_side, self._compile_each = target, jobs, compile_each
         self._outcomes: dict[Config, Outcome] = {}
         self._best: float | None = None
+        self.settled = False
+        self._floor_s = _floor_s(target)
 
     def evaluate(self, configs: Sequence[Config]) -> Iterator[Outcome]:
         with contextlib.closing(self._compile_each([self.target.configs(config) for config in configs])) as reports:  # type: ignore[type-var]
@@ -70,6 +82,7 @@ class Estimates:
         better = ratio is None or ratio < 1 - _LEAST_GAIN
         if better:
             self._best = seconds
+            self.settled = seconds <= (1 + _LEAST_GAIN) * self._floor_s
         metrics |= {"estimate_s": seconds, "error_against": "not checked"}
         return Outcome(config, "estimated", better=better, ratio=ratio, metrics=metrics)
 

@@ -133,6 +133,8 @@ class Crew:
 class Bench:
     """Tries configs of a target on this device, with the workers of a crew."""
 
+    settled = False
+
     def __init__(self, target: Target, crew: Crew, *, limit_s: float):
         self.target, self.side_by_side, self._crew, self._limit_s = target, crew.jobs, crew, limit_s
         crew.recall()

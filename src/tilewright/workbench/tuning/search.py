@@ -36,6 +36,8 @@ class Evaluator(Protocol):
 
     side_by_side: int
     """How many configs are prepared at the same time."""
+    settled: bool
+    """Whether no config can be faster than the best one so far."""
 
     def evaluate(self, configs: Sequence[Config]) -> Iterator[Outcome]: ...
 
@@ -77,23 +79,23 @@ class Search:
             yield from self._try(every)
         else:
             yield from self._local()
-        self.complete = not self.budget.spent
+        self.complete = self.evaluator.settled or not self.budget.spent
 
     def _local(self) -> Iterator[Outcome]:
         """Goes through the fields, taking the best value of each, until nothing changes; then sweeps the neighbours."""
         before: Any = self
-        while before != self.best and not self.budget.spent:
+        while before != self.best and not self._over:
             before = self.best
             for name in self.space.choices:
                 yield from self._try(self.space.line(self.best or self.space.start, name))
         before = self
-        while before != self.best and not self.budget.spent:
+        while before != self.best and not self._over:
             before = self.best
             yield from self._try(list(self.space.neighbours(self.best or self.space.start)))
 
     def _try(self, configs: Sequence[Config], *, even_if_spent: bool = False) -> Iterator[Outcome]:
         left = list(dict.fromkeys(configs))
-        while left and (even_if_spent or not self.budget.spent):
+        while left and (even_if_spent or not self._over):
             batch: list[Config] = []
             while left and len(batch) < self.evaluator.side_by_side:
                 config = left.pop(0)
@@ -106,6 +108,10 @@ class Search:
                 if outcome.better:
                     self.best = outcome.config
                 yield outcome
+
+    @property
+    def _over(self) -> bool:
+        return self.budget.spent or self.evaluator.settled
 
     def _pruned(self, config: Config) -> bool:
         return any(status in DEADLY and dominates(config, failed) for failed, status in self.tried.items())

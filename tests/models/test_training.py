@@ -133,6 +133,7 @@ def test_a_run_is_the_same_from_every_working_directory(tmp_path: Path, monkeypa
         ({"model": {}}, r"\[model\] needs one of config \(a table\) and path"),
         ({"model": {"config": TINY, "pretrained": True}}, r"\[model\] pretrained=true needs a path"),
         ({"optimizer": {"learning_rate": -1}}, r"\[optimizer\] learning_rate=-1.0 must be 0 or more"),
+        ({"optimizer": {"b1": 1.0}}, r"\[optimizer\] b1=1.0 must be less than 1"),
         ({"lora": {"rank": 2}}, r"\[lora\] has no alpha, which it needs"),
         ({"speed": {"high": 1}}, r"\[speed\] is not known; the tables are model, data"),
     ],

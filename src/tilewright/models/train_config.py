@@ -126,6 +126,9 @@ class OptimizerTable:
     def __post_init__(self) -> None:
         _not_negative(self, "learning_rate", "warmup_steps", "final_fraction", "b1", "b2", "eps", "weight_decay")
         _one_of(self, "schedule", SCHEDULES)
+        for name in ("b1", "b2"):
+            if getattr(self, name) >= 1:
+                raise TrainConfigError(f"{name}={getattr(self, name)} must be less than 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ def probe_step(step: Step, place: Place, *, limit_s: float, use_cache: bool = Tr
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """The collectives of a program, as often as its loops run them."""
     found: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
-    for each, beside, times, around in _executed(hlo):
+    for each, beside, times, around in _executed(hlo, fused_collectives=True):
         kind = next((kind for kind in _KINDS if each.opcode in (kind, f"{kind}-start")), None)
         if kind is None:
             continue
@@ -143,8 +143,12 @@ def read_largest(hlo: str, most: int = 12) -> tuple[tuple[str, str, float], ...]
     return tuple((name, shape, size) for (name, shape), size in ordered)
 
 
-def _executed(hlo: str) -> Iterable[tuple[Any, Mapping[str, Any], float, bool]]:
-    """Every instruction that runs by itself, with those beside it, how often, and whether it is inside an async start."""
+def _executed(hlo: str, *, fused_collectives: bool = False) -> Iterable[tuple[Any, Mapping[str, Any], float, bool]]:
+    """Every instruction that runs by itself, with those beside it, how often, and whether it is inside an async start.
+
+    `fused_collectives`: also the collectives inside of fusions. libtpu has no reduce-scatter but a fusion of an all-reduce
+    with slices, which sends as little.
+    """
     modules = dict(computations(hlo))
     entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.M)
     waiting = [(entry[1], 1.0, False)] if entry and entry[1] in modules else []
@@ -153,9 +157,15 @@ def _executed(hlo: str) -> Iterable[tuple[Any, Mapping[str, Any], float, bool]]:
         inside = modules[name]
         for each in inside.values():
             yield each, inside, times, around
-            if each.opcode == "fusion" or each.opcode.startswith(_KINDS):
+            if each.opcode.startswith(_KINDS):
                 continue
             called = [one for names in _CALLED.findall(each.rest) for one in re.findall(r"%([\w.\-]+)", names)]
+            if each.opcode == "fusion":
+                for one in (one for one in called if fused_collectives and one in modules):
+                    scattered = {"opcode": "reduce-scatter"} if one.startswith("all-reduce-scatter") else {}
+                    own = [inner for inner in modules[one].values() if inner.opcode.startswith(_KINDS)]
+                    yield from ((dataclasses.replace(inner, **scattered), modules[one], times, around) for inner in own)
+                continue
             often = times * (_trips(each, hlo) if each.opcode == "while" else 1.0)
             is_async = around or each.opcode == "async-start"
             waiting += [(one, often, is_async) for one in called if one in modules]

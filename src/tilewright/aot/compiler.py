@@ -305,7 +305,7 @@ def _compile(
     except NotTraceable as error:
         cause, _, use = str(error).partition("; use ")  # Refusals by dispatch contain the remedy.
         supported = f"what Pallas supports on {found.platform.upper()}"
-        remedy = f"use {use}" if use else f"write it with {supported}, or use implementation='xla'"
+        remedy = f"use {use}" if use else f"write it with {supported}, or take the op's 'xla', which needs no kernel"
         return report(ok=False, stage="lower", cause=cause, remedy=remedy, error=str(error.__cause__))
     where = _slice(found, topology, program.num_devices)
     options = _compile_options(program.num_devices)

@@ -82,9 +82,11 @@ def spec_of(
 
 
 def not_divided(mesh_axis: str, parts: int, size: int) -> str:
-    """The part of an error about a mesh axis that does not divide a size: the numbers, and the nearest that would."""
-    divisors = [n for n in range(1, size + 1) if size % n == 0] if size else [1]
-    nearest = min(divisors, key=lambda n: (abs(n - parts), n))
+    """The part of an error about a mesh axis that does not divide a size: the numbers, and the nearest that would.
+
+    It is not larger, since there may be no more devices.
+    """
+    nearest = max(n for n in range(1, parts + 1) if n == 1 or (size and size % n == 0))
     return f"{mesh_axis}={parts} does not divide it, and the nearest that works is {mesh_axis}={nearest}"
 
 

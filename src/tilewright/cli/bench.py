@@ -142,19 +142,18 @@ def _notes(done: list[Record]) -> list[str]:
 def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
     """Prints how the records compare with the baseline's. Returns whether none is slower."""
     found, out = compare(done, baseline), console()
+
+    def named(record: Record) -> dict[str, Any]:
+        return {name: getattr(record, name) for name in ("op", "implementation", "case", "dtype", "mode")}
+
     tell(
         baseline=[
-            {
-                **{name: getattr(change.now, name) for name in ("op", "implementation", "case", "dtype", "mode")},
-                **{name: getattr(change, name) for name in ("verdict", "now_s", "before_s", "noise", "basis")},
-            }
+            named(change.now)
+            | {name: getattr(change, name) for name in ("verdict", "now_s", "before_s", "noise", "basis")}
             for change in found.changes
         ],
         not_compared=[
-            {
-                "why": why,
-                **{name: getattr(record, name) for name in ("op", "implementation", "case", "dtype", "mode")},
-            }
+            {"why": why} | named(record)
             for why, records in {
                 "no baseline": found.without_baseline,
                 "not measured now": found.not_measured,

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tilewright.core.arguments import is_integer
 from tilewright.masks.algebra import Composed, Mask
 from tilewright.masks.block_list import EMPTY, FULL, PARTIAL, Grid
 
@@ -28,8 +29,7 @@ _FARTHEST = 2**30
 
 def _check_integer(mask: Mask, name: str, least: int | None, rule: str) -> None:
     value = getattr(mask, name)
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or (least is not None and value < least):
+    if not is_integer(value) or (least is not None and value < least):
         raise ValueError(f"{name}={value!r} of {type(mask).__name__} must be {rule}")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from tilewright.core.arguments import shown
+from tilewright.core.arguments import is_integer, shown
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.models import checkpoint
 from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, initial_states, logits_of, room
@@ -32,10 +32,6 @@ PIECE = 512
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -260,7 +256,7 @@ class Batch:
 
     def __init__(self, model: Any, rows: int, capacity: int, sampling: Sampling = Sampling()):  # noqa: B008, frozen
         for name, value in (("rows", rows), ("capacity", capacity)):
-            if not _is_integer(value) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         self._model, self._capacity, self._sampling = model, capacity, sampling
         with model.on_mesh():
@@ -332,11 +328,11 @@ def generate(
     capacity: int | None = None,
 ) -> Any:
     """See `Model.generate`."""
-    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
+    if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer, 0 or more")
-    if not _is_integer(seed):
+    if not is_integer(seed):
         raise ValueError(f"seed={seed!r} must be an integer")
-    if not isinstance(stop_tokens, tuple | list) or not all(map(_is_integer, stop_tokens)):
+    if not isinstance(stop_tokens, tuple | list) or not all(map(is_integer, stop_tokens)):
         raise ValueError(f"stop_tokens={stop_tokens!r} must be a list of ids, such as [2]")
     stop_tokens = tuple(map(int, stop_tokens))
     max_new_tokens = int(max_new_tokens)

@@ -302,8 +302,7 @@ def step_function(
 
     def loss(weights: Any, frozen: Any, batch: Any, count: Any) -> Any:
         whole = weights if adapters is None else lora.merged(frozen, weights, adapters)
-        whole = cast(architecture, whole, table.dtype)
-        return loss_of(architecture, whole, batch, table, count, pipeline)
+        return loss_of(architecture, cast(architecture, whole, table.dtype), batch, table, count, pipeline)
 
     def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         objective, parts, gradients = gradients_of(

@@ -1,13 +1,14 @@
 """A mesh of devices whose axes have the names that the rules of the models know."""
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from tilewright.core.arguments import is_integer
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The axes of a mesh, from the one whose devices exchange the least to the one whose devices exchange the most: the last
@@ -92,17 +93,14 @@ def products_that_divide(devices: int, wanted: int) -> str:
 
 
 def _checked(name: str, size: Any) -> int:
-    try:
-        number = -2 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        number = -2
-    if number < 1 and number != -1:
+    if not is_integer(size) or (size < 1 and size != -1):
         raise MeshError(f"{name}={size!r} must be a positive integer, or -1 for the devices that are left")
-    return number
+    return int(size)
 
 
 def _devices(devices: Any) -> list[Any]:
-    found = list(jax.devices() if devices is None else devices) if devices is None or np.iterable(devices) else []
+    given = jax.devices() if devices is None else devices
+    found = list(given) if np.iterable(given) else []
     if not found or not all(hasattr(device, "device_kind") for device in found):
         raise MeshError(f"devices={devices!r} must be a list of devices, such as jax.devices()[:4]")
     if len(set(found)) < len(found):

@@ -15,8 +15,8 @@ shards are.
   its own again, since a branch would keep the exchange from running beside the layers.
 - It has no forward-mode derivative, and no second one.
 
-Dropped: to carry weights in the forward loop, too. XLA for GPUs then puts the gathers of the body behind those that are
-carried, and of 386 MB per layer 101 MB are gathered beside a product instead of 336 MB (docs/measurements).
+Tried and dropped: carrying weights in the forward loop as well. XLA for GPUs then schedules the other gathers of the body
+after the carried ones. Of the 386 MB of a layer, 101 MB are gathered beside a product, and 336 MB were (docs/measurements).
 """
 
 from collections.abc import Callable

@@ -145,10 +145,11 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
     Where the last line was cut off, by a kill, it stays a line of its own.
     """
-    _append(path, ("\n" if _is_cut_off(path) else "") + "".join(record.to_json() + "\n" for record in records))
+    _append(path, ("\n" if is_cut_off(path) else "") + "".join(record.to_json() + "\n" for record in records))
 
 
-def _is_cut_off(path: Path) -> bool:
+def is_cut_off(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

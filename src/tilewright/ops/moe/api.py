@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, is_integer, shown
 from tilewright.core.manual_axes import vary_alike
 from tilewright.core.partitioning import axes_named, explicit_axes, run_explicit, run_on_parts
 from tilewright.ops.moe import dispatch, losses
@@ -276,7 +276,7 @@ def _check_sorting(sorting: Any) -> None:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value > 0)
+    return is_integer(value) and bool(value > 0)
 
 
 def _refuse_explicit(name: str, *, columns: bool = False, **arrays: jax.Array) -> None:

@@ -24,6 +24,7 @@ from tilewright.workbench.records import (
     append_records,
     checkout_commit,
     installed_versions,
+    is_cut_off,
     now,
     read_records,
     write_durably,
@@ -99,11 +100,8 @@ def read(path: Path) -> list[Record]:
 
 
 def _mend(path: Path) -> None:
-    if not path.is_file() or not path.stat().st_size:
-        return
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
+    if is_cut_off(path):
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def earlier(records: Iterable[Record], target: Target) -> dict[str, Record]:

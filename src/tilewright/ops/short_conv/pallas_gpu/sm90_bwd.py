@@ -10,7 +10,7 @@ L2 cache; and it writes W + 1 float32 rows per run for dw and dbias, which XLA a
 floor's bytes, twice.
 
 Blocking: as in the forward kernel, but from the last token of a run to its first, so that the d that dx needs are in
-registers. p is recomputed from the inputs of the walk: the one that a token adds is x_{t-W+1}.
+registers. p is recomputed from the inputs of the walk: each step back needs one input more, x_{t-W+1}.
 
 The sums of dw and dbias over a run stay in registers. Each thread block writes its own, and they are added up in the order
 of the runs: the same bits in every run. The gradient of the state needs d of the first W-1 tokens only; the plain version

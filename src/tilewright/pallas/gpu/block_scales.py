@@ -80,10 +80,14 @@ def block_scale(gemm: Gemm, x_scales_ref: Any, w_scales_ref: Any, step: Any, row
             return x * along_rows(of_rows, shape) * load_along_columns(columns, shape)
 
         return per_column
-    # One number per row, so that a product is one multiplication. A tile may have columns of two blocks.
-    blocks = range(pl.cdiv(gemm.width, DEPTH))
-    of_both = [
-        [of_rows * w_scales_ref[w_step, part, lax.div(column, jnp.int32(DEPTH)) + block] for block in blocks]
-        for part in range(gemm.parts)
-    ]
-    return lambda part, first, x: x * along_rows(of_both[part][first // DEPTH], x.shape)
+    # A tile may have columns of two blocks, and the last one of none.
+    first_block, last_block = lax.div(column, jnp.int32(DEPTH)), w_scales_ref.shape[-1] - 1
+    blocks = [jnp.minimum(first_block + i, last_block) for i in range(pl.cdiv(gemm.width, DEPTH))]
+    of_blocks = [[w_scales_ref[w_step, part, block] for block in blocks] for part in range(gemm.parts)]
+
+    def per_block(part: int, first: int, x: jax.Array) -> jax.Array:
+        # One number per row, so that a product is one multiplication. It is computed here, where the products are done:
+        # before them, it would wait for the loads.
+        return x * along_rows(of_rows * of_blocks[part][first // DEPTH], x.shape)
+
+    return per_block

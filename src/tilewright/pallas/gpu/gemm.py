@@ -378,9 +378,13 @@ Scale = Callable[..., Callable[[int, int, jax.Array], jax.Array]]
 float32 [rows, columns]. What it loads is on its way while the products are computed."""
 
 
-def scales_at_end(call: Any) -> bool:
-    """Whether the sums of a call of products (core/products.py) with two quantised operands are scaled once."""
-    return call.w_dtype == "int8" and call.x_scales.shape[-1] == call.w_scales.shape[-3] == 1
+def scales_each_step(call: Any) -> bool:
+    """Whether the products of a call (core/products.py) are scaled step by step: both operands are quantised, and it is not
+    int8 with scales that do not differ along k, whose sums are exact and are scaled once.
+    """
+    if call.x_scales is None:
+        return False
+    return not (call.w_dtype == "int8" and call.x_scales.shape[-1] == call.w_scales.shape[-3] == 1)
 
 
 def largest_tile(
@@ -396,11 +400,9 @@ def largest_tile(
 
     `memory`: the shared memory of the kernels with a config.
     """
-    scaled = call.x_scales is not None
-    per_step = scaled and not scales_at_end(call)
-    block_n, most = (_SCALED_BLOCK_N, _SCALED_STAGES) if per_step else (BLOCK_N, STAGES)
+    block_n, most = (_SCALED_BLOCK_N, _SCALED_STAGES) if scales_each_step(call) else (BLOCK_N, STAGES)
     block_m = 64 if rows_per_group <= 64 else 128
-    if not scaled and call.w_scales is not None:
+    if call.x_scales is None and call.w_scales is not None:
         # A group begins at any row, and its first tile at a multiple of ALIGNMENT.
         before = ALIGNMENT - 1 if call.w.ndim == 4 else 0
         block_m, most = weight_only.tile_rows(call, rows_per_group + before), weight_only.STAGES

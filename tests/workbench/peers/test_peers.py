@@ -75,7 +75,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     ("name", "op", "case", "reason"),
     [
         ("fla", "kda", "packed", "it takes no segment_ids"),
-        ("fla", "rms_norm", "odd", "it has no rms_norm; it has delta_rule, gated_delta_rule, kda"),
+        ("fla", "layer_norm", "odd", f"it has no layer_norm; it has {', '.join(peers()['fla'].ops)}"),
         ("cudnn", "flash_attention", "bias_sinks_cap", "it takes no bias, sinks, soft_cap"),
         ("jax", "flash_attention", "prefix_or_sparse", "it takes no mask"),
         ("torch", "flash_attention", "window_8k", "it takes no window"),

@@ -1,4 +1,7 @@
-"""flash-linear-attention's chunked Triton kernels. Layouts, scale and states are as ours; it is not run with segments."""
+"""flash-linear-attention's Triton kernels: chunked delta rules, short convolution and norms.
+
+Layouts, scale and states of the delta rules are as ours. It is not run with segments.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -65,4 +68,34 @@ def _gated(op: str) -> Callable[..., tuple[Any, Any]]:
     return run
 
 
-OPS = {"delta_rule": _delta_rule, **{op: _gated(op) for op in ("gated_delta_rule", "kda")}}
+def _short_conv(x: Any, w: Any, bias: Any = None, *, activation: str | None = None) -> tuple[Any]:
+    from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports]
+
+    return (causal_conv1d(x, w, bias, activation=activation)[0],)
+
+
+def _rms_norm(x: Any, w: Any, *, eps: float = 1e-6) -> tuple[Any]:
+    from fla.modules.norm.layernorm import rms_norm  # pyright: ignore[reportMissingImports]
+
+    return (rms_norm(x, w, None, eps=eps),)
+
+
+def _gated_rms_norm(x: Any, gate: Any, w: Any, *, activation: str = "silu", eps: float = 1e-6) -> tuple[Any]:
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated  # pyright: ignore[reportMissingImports]
+
+    return (rms_norm_gated(x, gate, w, None, activation=activation, eps=eps),)
+
+
+def _transposed(w: Any) -> Any:
+    return w.t().contiguous()
+
+
+OPS = {
+    "delta_rule": _delta_rule,
+    **{op: _gated(op) for op in ("gated_delta_rule", "kda")},
+    "short_conv": _short_conv,
+    "rms_norm": _rms_norm,
+    "gated_rms_norm": _gated_rms_norm,
+}
+OUTPUTS = {"short_conv": ("y",)}
+LAYOUTS = {"short_conv": {"w": (_transposed, _transposed)}}  # Filters are [D, W] there.

@@ -415,7 +415,7 @@ def test_what_is_wrong_or_dies_never_wins(target: Target, tmp_path: Path, monkey
     """Wrong values, wrong gradients, a crash, a hang and a memory hog: each costs one line, and the right one wins."""
     monkeypatch.setattr(measure, "memory_share", lambda workers: 3 * 2**30 // 2)
     path = tmp_path / "tune.jsonl"
-    with Crew(target.op, target.case, target.dtype, target.implementation, jobs=1, limit_s=120) as crew:
+    with Crew(target.op, target.case, target.dtype, target.implementation, jobs=1, limit_s=120, oracle_s=120) as crew:
         assert crew.expected_from == "the oracle"
         bench = Bench(target, crew, limit_s=120)
         space = Space(TwiceXlaForward(), lambda config: target.refusal(config) or ("later" if hangs(config) else None))

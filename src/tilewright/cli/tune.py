@@ -48,6 +48,7 @@ from tilewright.workbench.tuning.session import tune as tune_target
 from tilewright.workbench.tuning.target import Target, targets
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_ORACLE_SHARE = 0.25  # Of a case's budget.
 _MOST_JOBS = 8
 DIRECTIONS = ("forward", "backward")
 
@@ -252,7 +253,7 @@ def _looking_in(tables: Path | None) -> Iterator[None]:
 def _tune_case(of_case: list[Target], budget: Budget, how: _How, *, estimate: bool) -> Iterator[Tuned]:
     """Tunes the directions of a case, the forward first: the backward is timed with the config that it got."""
     forward: Config | None = None
-    with _trials(of_case[0], how, estimate=estimate) as trial_of:
+    with _trials(of_case[0], how, budget, estimate=estimate) as trial_of:
         for number, target in enumerate(of_case):
             if target.direction == "backward" and forward is not None:
                 target = target.beside(forward)
@@ -302,12 +303,14 @@ def _targets(asked: _Asked, case: str, chip: str | None) -> list[Target]:
 
 
 @contextlib.contextmanager
-def _trials(target: Target, how: _How, *, estimate: bool) -> Iterator[Callable[[Target], Trial]]:
+def _trials(target: Target, how: _How, budget: Budget, *, estimate: bool) -> Iterator[Callable[[Target], Trial]]:
     """What tries the configs of a target, of the same case as this one."""
     if estimate:
         yield lambda one: Estimates(one, functools.partial(_compile_each, one, how), jobs=how.jobs)
         return
-    with Crew(target.op, target.case, target.dtype, target.implementation, jobs=how.jobs, limit_s=how.limit_s) as crew:
+    about = (target.op, target.case, target.dtype, target.implementation)
+    oracle_s = min(how.limit_s, _ORACLE_SHARE * budget.left_s)
+    with Crew(*about, jobs=how.jobs, limit_s=how.limit_s, oracle_s=oracle_s) as crew:
         yield lambda one: Bench(one, crew, limit_s=how.limit_s)
 
 

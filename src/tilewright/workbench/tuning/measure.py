@@ -60,11 +60,13 @@ class Confirmed:
 class Crew:
     """The workers of one implementation on one case, and the results that they expect. A context: they end with it.
 
-    Workers start while the expected results are computed.
+    Workers start while the expected results are computed. The oracle may take `oracle_s`, and everything else `limit_s`.
     """
 
-    def __init__(self, op: Op, case: Case, dtype: str, implementation: str, *, jobs: int, limit_s: float):
-        self.name, self.jobs, self._limit_s = f"{case.name} {dtype}", jobs, limit_s
+    def __init__(
+        self, op: Op, case: Case, dtype: str, implementation: str, *, jobs: int, limit_s: float, oracle_s: float
+    ):
+        self.name, self.jobs, self._limit_s, self._oracle_s = f"{case.name} {dtype}", jobs, limit_s, oracle_s
         self.expected_from = ""
         self._about = {
             "op": [op.name, op.family, list(op.implementations)],
@@ -118,7 +120,7 @@ class Crew:
                     for one in self._all:
                         one.start()
                     self.recall()
-                (told,) = collect([worker], self._limit_s)
+                (told,) = collect([worker], self._oracle_s if exact else self._limit_s)
             finally:
                 worker.close()
             if not isinstance(told, WorkerFailed):

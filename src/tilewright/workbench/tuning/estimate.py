@@ -52,7 +52,8 @@ class Estimates:
     """Tries configs of a target by compiling them."""
 
     def __init__(self, target: Target, compile_each: CompileEach, *, jobs: int):
-        self.target, self.side_by_side, self._compile_each = target, jobs, compile_each
+        self.target, self._compile_each, self._jobs = target, compile_each, jobs
+        self.side_by_side = 1  # The first one may settle it.
         self._outcomes: dict[Config, Outcome] = {}
         self._best: float | None = None
         self.settled = False
@@ -64,6 +65,7 @@ class Estimates:
                 outcome = self._outcome(configs[place], report)
                 self._outcomes[outcome.config] = outcome
                 yield outcome
+        self.side_by_side = self._jobs
 
     def _outcome(self, config: Config, report: Report) -> Outcome:
         metrics: dict[str, Any] = {"compile_s": report.seconds, "temp_bytes": report.temp_bytes}

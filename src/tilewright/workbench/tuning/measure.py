@@ -152,9 +152,10 @@ class Bench:
         began = time.monotonic()
         for worker, config in zip(workers, configs, strict=True):
             worker.ask("prepare", **self._request(config))
-        answers = collect(workers, self._patience_s)
+        answers = collect(workers[:1], self._patience_s)
         if self._incumbent is None:
             self._patience_s = min(self._limit_s, _PATIENCE * (time.monotonic() - began) + _PATIENCE_S)
+        answers += collect(workers[1:], self._patience_s)
         for worker, config, answer in zip(workers, configs, answers, strict=True):
             outcome = self._judged(config, answer)
             if outcome.status == "prepared":

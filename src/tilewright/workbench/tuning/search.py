@@ -69,15 +69,17 @@ class Search:
     best: Config | None = None
     complete: bool = False
     """Whether it ended by itself, and not with its budget."""
+    _began: bool = False
+    """The first config is tried even if the budget is spent."""
 
     def run(self, first: Sequence[Config]) -> Iterator[Outcome]:
         """Tries configs until none is left or the budget is spent. `first` are tried before the others."""
-        yield from self._try([self.space.start], even_if_spent=True)
-        yield from self._try(first)
         every = self.space.every(EXHAUSTIVE)
-        if every is not None:
-            yield from self._try(every)
-        else:
+        start = [self.space.start, *first]
+        # What is tried beside the first ones, while there are workers for it.
+        name = next(iter(self.space.choices), None)
+        yield from self._try([*start, *(every or (self.space.line(self.space.start, name) if name else ()))])
+        if every is None:
             yield from self._local()
         self.complete = self.evaluator.settled or not self.budget.spent
 
@@ -93,16 +95,18 @@ class Search:
             before = self.best
             yield from self._try(list(self.space.neighbours(self.best or self.space.start)))
 
-    def _try(self, configs: Sequence[Config], *, even_if_spent: bool = False) -> Iterator[Outcome]:
+    def _try(self, configs: Sequence[Config]) -> Iterator[Outcome]:
         left = list(dict.fromkeys(configs))
-        while left and (even_if_spent or not self._over):
+        while left and not (self._began and self._over):
             batch: list[Config] = []
-            while left and len(batch) < self.evaluator.side_by_side:
+            most = 1 if self._over else self.evaluator.side_by_side
+            while left and len(batch) < most:
                 config = left.pop(0)
                 if config not in self.tried and not self._pruned(config):
                     batch.append(config)
             if not batch:
                 return
+            self._began = True
             for outcome in self.evaluator.evaluate(batch):
                 self.tried[outcome.config] = outcome.status
                 if outcome.better:

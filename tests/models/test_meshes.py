@@ -18,11 +18,11 @@ pytest.importorskip("optax")
 pytest.importorskip("grain")
 pytest.importorskip("orbax.checkpoint")
 
-from tests.models.test_training import GOLDEN, assert_close, config_of, gradients, some_batch
+from tests.models.test_training import GOLDEN, assert_close, config_of, some_batch
 from tests.ops.composition import collectives
 from tilewright import models
 from tilewright.models import generation
-from tilewright.models.training import Training
+from tilewright.models.training import Objective, Training, gradients_of
 from tilewright.parallel import MeshError, Pipeline, make_mesh, validate_sharding
 from tilewright.parallel.rules import batch_spec
 
@@ -45,9 +45,16 @@ def model_of(family: str, layers: tuple[str, ...] = (FULL, FULL)) -> Any:
 
 
 @functools.cache
+def gradients(architecture: Any, table: Any, pipeline: Any = None) -> Any:
+    """The objective, its parts and its gradients, as a step computes them of (weights, batch)."""
+    objective = Objective(architecture, table, pipeline)
+    return jax.jit(lambda weights, batch: gradients_of(objective, weights, batch))
+
+
+@functools.cache
 def on_one_device(family: str, layers: tuple[str, ...], rows: int, table: Any) -> Any:
     model = model_of(family, layers)
-    batch = some_batch(model.architecture.vocab_size, (1, rows, 16))
+    batch = some_batch(model.architecture.vocab_size, (table.accumulate, rows, 16))
     return jax.tree.map(np.asarray, gradients(model.architecture, table)(model.weights, batch))
 
 
@@ -62,6 +69,7 @@ class Case:
     """The collectives of a step's loss and gradients, but for all-reduces; None for any."""
     remat: str = "none"
     prefetch: bool = False
+    accumulate: int = 1
 
 
 # Each axis alone and together, over the five families. FSDP gathers each of the 6 weights of a layer that have a model
@@ -74,7 +82,11 @@ CASES = {
     "tensor": Case("qwen3", {"tensor": 2}, found={}),
     "expert": Case("qwen3_moe", {"expert": 4}, (FULL,), found={"all-gather": 3, "all-to-all": 6}),
     "context": Case("kimi_linear", {"context": 4}, (FULL,)),
-    "pipeline": Case("qwen3_5_text", {"pipeline": 2}, (LINEAR, FULL) * 4, pipeline=Pipeline(interleave=2)),
+    # Batches that follow each other through the stages.
+    "pipeline": Case(
+        "qwen3_5_text", {"pipeline": 2}, (LINEAR, FULL) * 4, pipeline=Pipeline(interleave=2), accumulate=3
+    ),
+    "pipeline x tensor": Case("qwen3_moe", {"pipeline": 2, "tensor": 2}, accumulate=2),
     "fsdp x expert": Case("qwen3_moe", {"fsdp": 2, "expert": 2}, (FULL,)),
     "context x tensor": Case("qwen3_next", {"context": 2, "tensor": 2}, (LINEAR, FULL)),
     # The backward pass begins with the two weights of the last layer's MLP, and gathers them before its loop, too.
@@ -86,12 +98,13 @@ OF_EIGHT = Case("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, found={"all-gather
 
 
 def check(case: Case, folder: Path) -> None:
-    table = config_of(folder, train={"moe_z_loss": 1e-3, "remat": case.remat, "prefetch": case.prefetch}).train
+    own = {"remat": case.remat, "prefetch": case.prefetch, "accumulate": case.accumulate}
+    table = config_of(folder, train={"moe_z_loss": 1e-3, **own}).train
     model = model_of(case.family, case.layers)
     mesh = make_mesh(**case.mesh, devices=jax.devices()[: int(np.prod(list(case.mesh.values())))])
     placed = model.shard(mesh)
     validate_sharding(placed.weights, model.rules(), mesh)
-    batch = some_batch(model.architecture.vocab_size, (1, case.rows, 16))
+    batch = some_batch(model.architecture.vocab_size, (case.accumulate, case.rows, 16))
     batch = jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh, 3, leading=1)))
     with jax.set_mesh(mesh):
         graded = gradients(model.architecture, table, case.pipeline)

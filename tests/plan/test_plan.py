@@ -20,6 +20,7 @@ from tilewright.parallel import MeshError, Pipeline, make_mesh
 from tilewright.plan import Place, Step, estimate
 from tilewright.plan.advice import is_out_of_memory
 from tilewright.plan.compiled import read_collectives, read_largest
+from tilewright.plan.estimate import Estimate
 from tilewright.plan.program import Work, measure
 from tilewright.plan.search import alternatives, meshes
 from tilewright.plan.step import ordered, read_model
@@ -173,6 +174,13 @@ def test_a_mesh_that_does_not_divide_names_the_nearest() -> None:
     assert {each.sizes["pipeline"] for each in staged} == {2}
 
 
+def test_accumulated_batches_share_a_bubble_and_keep_a_bounded_number_of_microbatches() -> None:
+    step = Step(json.dumps(SMALL), 32, 16, ordered({"pipeline": 2}), accumulate=4, pipeline=Pipeline(microbatches=2))
+    found = Estimate(step, Place.of(Chip.named("v6e"), "1x2"), Work(0.0, 0.0, (), ()))
+    assert found.pipeline == {"stages": 2, "microbatches": 8, "interleave": 1, "steps": 9, "bubble": 1 / 9}
+    assert step.tokens_at_once == 5 * 2 * 16  # Of 5 microbatches, each of 4 rows on both devices.
+
+
 def test_what_lora_holds_is_frozen_weights_and_the_state_of_its_factors() -> None:
     whole, trained = Step(json.dumps(SMALL), 8, 16), Step(json.dumps(SMALL), 8, 16, lora=LORA)
     factors = 2 * 4 * ((32 + 64) + (32 + 32))  # Of q and v of two layers, [D, rank] and [rank, outputs].
@@ -241,7 +249,7 @@ def test_estimates_agree_with_the_compiled_step(mesh: Any, own: Any, kind: str, 
     with jax.set_mesh(devices):
         compiled = prepared.function.lower(*jax.tree.map(on_devices, prepared.arguments)).compile()
     analysis: Any = compiled.memory_analysis()
-    tokens = step.rows * step.tokens // mesh.get("context", 1)
+    tokens = step.accumulate * step.rows * step.tokens // mesh.get("context", 1)
     held = (
         step.state_bytes() + 3 * 4 + 2 * 4 * tokens
     )  # Counts of steps: the state's, AdamW's, its schedule's; ids, labels.

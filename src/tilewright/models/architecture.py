@@ -24,7 +24,7 @@ from tilewright.layers.layer import Layer, Leaf, project
 from tilewright.layers.moe import Routing
 from tilewright.ops.norm.api import rms_norm
 from tilewright.parallel.mesh import MeshError
-from tilewright.parallel.pipeline import PIPELINE, Pipeline, is_staged, run_stages
+from tilewright.parallel.pipeline import PIPELINE, Pipeline, Stage, is_staged, run_stages
 from tilewright.parallel.prefetch import can_prefetch, run_prefetched
 
 _LONGEST_PERIOD = 8
@@ -183,11 +183,8 @@ def hidden_states(
             raise MeshError(
                 "the stages of a pipeline keep no states, so they cannot generate; use a mesh without pipeline"
             )
-        mesh = jax.typeof(weights.embedding).sharding.mesh
-        ids = _over_pipeline(ids, mesh)
-        segment_ids = None if segment_ids is None else _over_pipeline(segment_ids, mesh)
-        parts = math.prod(mesh.shape[axis] for axis in explicit_axes(ids)[0])
-        pipeline = (pipeline or Pipeline()).of_rows(ids.shape[0], parts, mesh.shape[PIPELINE])
+        ids, segment_ids = over_pipeline(weights, (ids, segment_ids))
+        pipeline = pipeline_of(weights, ids, pipeline)
     # On Explicit mesh axes an update in place would have to say its sharding.
     in_place = states is not None and not any(any(explicit_axes(x)) for x in jax.tree.leaves((weights, ids, states)))
     x = embedded(weights.embedding, ids)  # [B, T, D]
@@ -199,44 +196,88 @@ def hidden_states(
             x, state = _run_in_place(run, own, x, states[number], segment_ids)
             after.append(state)
             continue
-
-        def body(segment_ids: Any, x: jax.Array, layer: Any, run: Run = run) -> Any:
-            own, before = layer
-            results = []
-            for position, block in enumerate(run.pattern):
-                state = None if before is None else before[position]
-                x, state, routing = _applied(block, own[position], x, state, segment_ids)
-                if before is None:
-                    state = None if capacity is None else _with_room(state, capacity)
-                results.append((state, routing))
-            return x, tuple(zip(*results, strict=True))
-
-        sharded = any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves(own))
-        policy = _all_but_gathered if remat is None and sharded else remat
-        step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
         if is_staged(own):
             assert pipeline is not None
-
-            def stage(own: Any, x: jax.Array, segment_ids: Any, step: Any = step) -> Any:
-                x, (_, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, (own, None))
-                return x, routing
-
-            x, routing = run_stages(stage, own, x, segment_ids, pipeline)
-        elif prefetch and states is None and capacity is None and can_prefetch(own, x):
-
-            def repeat(own: Any, x: jax.Array, segment_ids: Any, body: Any = body) -> Any:
-                x, (_, routing) = body(segment_ids, x, (own, None))
-                return x, routing
-
-            first = _read_first_backward(run, policy)
-            x, routing = run_prefetched(repeat, own, x, segment_ids, first=first, policy=policy)
+            x, routing = run_stages(stage_of(run, own, remat), own, x, segment_ids, pipeline)
         else:
-            layers = (own, None if states is None else states[number])
-            x, (state, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, layers)
+            before = None if states is None else states[number]
+            x, state, routing = _run_layers(run, own, x, before, segment_ids, capacity, remat, prefetch)
             after.append(state)
         routings += [each for each in routing if each is not None]
-    x = rms_norm(x, weights.norm, eps=architecture.eps, offset=architecture.norm_offset)
+    x = normed(architecture, weights, x)
     return x, None if states is None and capacity is None else tuple(after), routings
+
+
+def normed(architecture: Architecture, weights: ModelWeights, x: jax.Array) -> jax.Array:
+    """The last hidden states, normalised for the head."""
+    return rms_norm(x, weights.norm, eps=architecture.eps, offset=architecture.norm_offset)
+
+
+def run_layers(
+    runs: tuple[Run, ...], weights: Any, x: jax.Array, segment_ids: Any, *, remat: Any, prefetch: bool
+) -> tuple[jax.Array, list[Any]]:
+    """x after some runs outside of the stages of a pipeline, and the routings, as `hidden_states` has them."""
+    routings = []
+    for run, own in zip(runs, weights, strict=True):
+        x, _, routing = _run_layers(run, own, x, None, segment_ids, None, remat, prefetch)
+        routings += [each for each in routing if each is not None]
+    return x, routings
+
+
+def stage_of(run: Run, weights: Any, remat: Any) -> Stage:
+    """Some repeats of a run, as a stage of a pipeline; `weights` are those of the run."""
+    _, step, _ = _repeat(run, weights, remat, None)
+
+    def stage(own: Any, x: jax.Array, segment_ids: Any) -> tuple[jax.Array, Any]:
+        x, (_, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, (own, None))
+        return x, routing
+
+    return stage
+
+
+def _repeat(run: Run, weights: Any, remat: Any, capacity: int | None) -> tuple[Any, Any, Any]:
+    """One repeat of a run as the body of a scan, the same under a policy of `jax.checkpoint`, and that policy."""
+
+    def body(segment_ids: Any, x: jax.Array, layer: Any) -> Any:
+        own, before = layer
+        results = []
+        for position, block in enumerate(run.pattern):
+            state = None if before is None else before[position]
+            x, state, routing = _applied(block, own[position], x, state, segment_ids)
+            if before is None:
+                state = None if capacity is None else _with_room(state, capacity)
+            results.append((state, routing))
+        return x, tuple(zip(*results, strict=True))
+
+    sharded = any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves(weights))
+    policy = _all_but_gathered if remat is None and sharded else remat
+    step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return body, step, policy
+
+
+def _run_layers(
+    run: Run,
+    weights: Any,
+    x: jax.Array,
+    states: Any,
+    segment_ids: jax.Array | None,
+    capacity: int | None,
+    remat: Any,
+    prefetch: bool,
+) -> tuple[jax.Array, Any, Any]:
+    """x after a run, the states after it, and the routings of its blocks."""
+    body, step, policy = _repeat(run, weights, remat, capacity)
+    if prefetch and states is None and capacity is None and can_prefetch(weights, x):
+
+        def repeat(own: Any, x: jax.Array, segment_ids: Any) -> Any:
+            x, (_, routing) = body(segment_ids, x, (own, None))
+            return x, routing
+
+        first = _read_first_backward(run, policy)
+        x, routing = run_prefetched(repeat, weights, x, segment_ids, first=first, policy=policy)
+        return x, None, routing
+    x, (state, routing) = jax.lax.scan(functools.partial(step, segment_ids), x, (weights, states))
+    return x, state, routing
 
 
 def _read_first_backward(run: Run, policy: Any) -> tuple[BlockWeights, ...]:
@@ -247,16 +288,30 @@ def _read_first_backward(run: Run, policy: Any) -> tuple[BlockWeights, ...]:
     return tuple(BlockWeights(False, place == 0, False, False) for place in range(last + 1))
 
 
-def _over_pipeline(x: jax.Array, mesh: Any) -> jax.Array:
-    """Tokens [B, T] whose rows are cut over the pipeline, and over what they are cut over already."""
-    rows, *tokens = explicit_axes(x)
-    rows = (PIPELINE, *(axis for axis in rows if axis != PIPELINE))
-    parts = math.prod(mesh.shape[axis] for axis in rows)
-    if x.shape[0] % parts:
-        spelled = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in rows)
-        whole = -(-x.shape[0] // parts) * parts
-        raise MeshError(f"a batch of {x.shape[0]} rows cannot be cut into {parts} parts, {spelled}; use {whole} rows")
-    return jax.sharding.reshard(x, NamedSharding(mesh, P(rows, *tokens)))
+def over_pipeline(weights: ModelWeights, tokens: Any) -> Any:
+    """Arrays [B, T] whose rows are cut over the pipeline, and over what they are cut over already."""
+    mesh = jax.typeof(weights.embedding).sharding.mesh
+
+    def cut(x: jax.Array) -> jax.Array:
+        rows, *others = explicit_axes(x)
+        rows = (PIPELINE, *(axis for axis in rows if axis != PIPELINE))
+        parts = math.prod(mesh.shape[axis] for axis in rows)
+        if x.shape[0] % parts:
+            spelled = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in rows)
+            whole = -(-x.shape[0] // parts) * parts
+            raise MeshError(
+                f"a batch of {x.shape[0]} rows cannot be cut into {parts} parts, {spelled}; use {whole} rows"
+            )
+        return jax.sharding.reshard(x, NamedSharding(mesh, P(rows, *others)))
+
+    return jax.tree.map(cut, tokens)
+
+
+def pipeline_of(weights: ModelWeights, ids: jax.Array, pipeline: Pipeline | None) -> Pipeline:
+    """The pipeline with a number of microbatches, for ids [B, T] whose rows are cut over it."""
+    mesh = jax.typeof(weights.embedding).sharding.mesh
+    parts = math.prod(mesh.shape[axis] for axis in explicit_axes(ids)[0])
+    return (pipeline or Pipeline()).of_rows(ids.shape[0], parts, mesh.shape[PIPELINE])
 
 
 def _run_in_place(

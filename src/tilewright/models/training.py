@@ -36,19 +36,33 @@ from tilewright.layers.mla import LatentAttention
 from tilewright.layers.moe import MoE
 from tilewright.layers.qwen3_next_gated_delta_net import Qwen3NextGatedDeltaNet
 from tilewright.models import lora
-from tilewright.models.architecture import Architecture, Block, BlockWeights, ModelWeights, head_of, hidden_states
+from tilewright.models.architecture import (
+    Architecture,
+    Block,
+    BlockWeights,
+    ModelWeights,
+    embedded,
+    head_of,
+    hidden_states,
+    normed,
+    over_pipeline,
+    pipeline_of,
+    run_layers,
+    stage_of,
+)
 from tilewright.models.config import Config
 from tilewright.models.data import IGNORED_LABEL, Documents, batches
 from tilewright.models.loading import init, load
 from tilewright.models.model import Model
-from tilewright.models.sharding import check_mesh, check_stages
+from tilewright.models.sharding import check_mesh, check_stages, staged_run
 from tilewright.models.train_config import LoraTable, OptimizerTable, TrainConfig, TrainTable
 from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy
 from tilewright.ops.moe.api import moe_load_balance_loss, moe_z_loss
 from tilewright.parallel.mesh import MeshError, make_mesh
-from tilewright.parallel.pipeline import PIPELINE, Pipeline
+from tilewright.parallel.pipeline import PIPELINE, Pipeline, is_staged
 from tilewright.parallel.processes import is_first, wait_for_all
 from tilewright.parallel.rules import BATCH_AXES, batch_spec, not_divided, validate_sharding
+from tilewright.parallel.stream import StagedLoss, merged, streamed_gradients
 
 # What "ops" keeps: the outputs and statistics of the ops that are more than a pass over memory.
 _KEPT_OPS = ("flash_attention", "delta_rule", "gated_delta_rule", "kda", "matmul", "grouped_matmul")
@@ -196,7 +210,6 @@ def loss_of(
       the objective, and `loss`, the cross entropy alone; with experts also `moe_load_balance`, `moe_z_loss` and `loads`,
       the tokens of each expert [repeats, E] for each block of a pattern that has experts.
     """
-    labels = batch["labels"]
     x, _, routings = hidden_states(
         architecture,
         weights,
@@ -206,6 +219,20 @@ def loss_of(
         pipeline=pipeline,
         prefetch=table.prefetch,
     )
+    return _loss_of_hidden(architecture, weights, x, routings, batch, table, count)
+
+
+def _loss_of_hidden(
+    architecture: Architecture,
+    weights: ModelWeights,
+    x: jax.Array,
+    routings: list[Any],
+    batch: dict[str, jax.Array],
+    table: TrainTable,
+    count: Any,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """What `loss_of` returns, of the last hidden states and the routings."""
+    labels = batch["labels"]
     head, x = head_of(weights, x)
     summed, logsumexp = linear_cross_entropy(
         x, head, labels, z_loss=table.z_loss, reduction="sum", return_logsumexp=True
@@ -244,12 +271,42 @@ def _loads(experts: jax.Array, num_experts: int, is_token: jax.Array) -> jax.Arr
     return jax.vmap(lambda e, w: jax.ops.segment_sum(w, e, num_experts))(chosen, weights) / k
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The objective of a microbatch by what is trained: (weights, batch, count) -> the objective, and its parts."""
+
+    architecture: Architecture
+    table: TrainTable
+    pipeline: Pipeline | None = None
+    adapters: LoraTable | None = None
+    frozen: Any = None
+    """With LoRA, the weights that are not trained."""
+
+    def __call__(self, weights: Any, batch: dict[str, jax.Array], count: Any) -> tuple[jax.Array, dict[str, Any]]:
+        whole = self.model_weights(weights, self.table.dtype)
+        return loss_of(self.architecture, whole, batch, self.table, count, self.pipeline)
+
+    def model_weights(self, weights: Any, dtype: Any) -> ModelWeights:
+        """The model's weights in a dtype."""
+        whole = weights if self.adapters is None else lora.merged(self.frozen, weights, self.adapters)
+        return cast(self.architecture, whole, dtype)
+
+    def is_trained(self, weights: Any) -> list[bool]:
+        """Of each leaf of the model's weights, whether it depends on what is trained."""
+        if self.adapters is None:
+            return [True] * len(jax.tree.leaves(weights))
+        whole = lora.merged(self.frozen, weights, self.adapters)  # Which leaves the others as they are.
+        return jax.tree.leaves(jax.tree.map(lambda own, before: own is not before, whole, self.frozen))
+
+
 def gradients_of(
     loss: Callable[[Any, Any, Any], Any], weights: Any, batch: dict[str, jax.Array]
 ) -> tuple[Any, Any, Any]:
     """The objective, its parts and its gradients, summed over the microbatches of batch's first axis.
 
     The losses of all microbatches are divided by the number of labels of all, so that the sum is the mean over the step.
+    Microbatches run one after the other; those of an `Objective` whose layers are the stages of a pipeline follow each
+    other through the stages (parallel/stream.py).
     """
     count = jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL), 1).astype(jnp.float32)
     graded = jax.value_and_grad(loss, has_aux=True)
@@ -260,6 +317,8 @@ def gradients_of(
 
     if batch["ids"].shape[0] == 1:
         return one(jax.tree.map(lambda x: x[0], batch))
+    if isinstance(loss, Objective) and is_staged((weights, loss.frozen)):
+        return _streamed(loss, weights, batch, count)
     first = jax.tree.map(lambda x: x[0], batch)
     zeros = jax.tree.map(lambda x: placed(jnp.zeros(x.shape, x.dtype), explicit_axes(x)), jax.eval_shape(one, first))
 
@@ -267,6 +326,55 @@ def gradients_of(
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
     return jax.lax.scan(add, zeros, batch)[0]
+
+
+def _streamed(loss: Objective, weights: Any, batch: dict[str, jax.Array], count: Any) -> tuple[Any, Any, Any]:
+    """`gradients_of` where the microbatches follow each other through the stages of a pipeline."""
+    architecture, table = loss.architecture, loss.table
+    number, runs, remat = staged_run(architecture), architecture.runs, remat_policy(table.remat)
+    whole = loss.model_weights(weights, table.dtype)
+    leaves, tree = jax.tree.flatten(whole)
+    inside = jax.tree.leaves(
+        dataclasses.replace(
+            jax.tree.map(lambda _: False, whole),
+            runs=tuple(jax.tree.map(lambda _, at=at: at == number, own) for at, own in enumerate(whole.runs)),
+        )
+    )
+    trained = list(zip(loss.is_trained(weights), inside, strict=True))
+    outside = [place for place, each in enumerate(trained) if each == (True, False)]
+    staged = [place for place, each in enumerate(trained) if each == (True, True)]
+    others = {"remat": remat, "prefetch": table.prefetch}
+
+    def before(own: list[jax.Array], batch: dict[str, jax.Array]) -> tuple[jax.Array, Any, Any]:
+        model = tree.unflatten(merged(outside, own, leaves))
+        ids, segment_ids = over_pipeline(model, (batch["ids"], batch["segment_ids"]))
+        x = embedded(model.embedding, ids)
+        x, routings = run_layers(runs[:number], model.runs[:number], x, segment_ids, **others)
+        return x, segment_ids, routings
+
+    def after(own: list[jax.Array], x: jax.Array, routing: Any, earlier: Any, batch: Any) -> Any:
+        model = tree.unflatten(merged(outside, own, leaves))
+        segment_ids = over_pipeline(model, batch["segment_ids"])
+        x, later = run_layers(runs[number + 1 :], model.runs[number + 1 :], x, segment_ids, **others)
+        routings = [*earlier, *(each for each in routing if each is not None), *later]
+        return _loss_of_hidden(architecture, model, normed(architecture, model, x), routings, batch, table, count)
+
+    objective, parts, *gradients = streamed_gradients(
+        StagedLoss(before, stage_of(runs[number], whole.runs[number], remat), after),
+        [leaves[place] for place in outside],
+        whole.runs[number],
+        tuple(place - inside.index(True) for place in staged),
+        batch,
+        pipeline_of(whole, over_pipeline(whole, batch["ids"][0]), loss.pipeline),
+    )
+    # By way of float32 weights: a cast to the dtype of the computation would round the sums.
+    frozen = None if loss.frozen is None else cast(architecture, loss.frozen, "float32")
+
+    def chosen(weights: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        wide = jax.tree.leaves(dataclasses.replace(loss, frozen=frozen).model_weights(weights, "float32"))
+        return [wide[place] for place in outside], [wide[place] for place in staged]
+
+    return objective, parts, jax.vjp(chosen, weights)[1](tuple(gradients))[0]
 
 
 def _balanced(architecture: Architecture, weights: ModelWeights, loads: list[jax.Array], rate: float) -> ModelWeights:
@@ -300,14 +408,9 @@ def step_function(
     """
     optimizer, rate = optimizer_of(table, optimizing), schedule_of(optimizing, table.steps)
 
-    def loss(weights: Any, frozen: Any, batch: Any, count: Any) -> Any:
-        whole = weights if adapters is None else lora.merged(frozen, weights, adapters)
-        return loss_of(architecture, cast(architecture, whole, table.dtype), batch, table, count, pipeline)
-
     def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        objective, parts, gradients = gradients_of(
-            lambda weights, each, count: loss(weights, frozen, each, count), state.weights, batch
-        )
+        loss = Objective(architecture, table, pipeline, adapters, frozen)
+        objective, parts, gradients = gradients_of(loss, state.weights, batch)
         with jax.numpy_dtype_promotion("standard"):  # Optax multiplies counts with floats.
             updates, after = optimizer.update(gradients, state.optimizer, state.weights)
             weights = optax.apply_updates(state.weights, updates)

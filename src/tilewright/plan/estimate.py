@@ -39,15 +39,16 @@ class Estimate:
 
     @property
     def pipeline(self) -> dict[str, Any] | None:
-        """How a batch goes through the stages of a pipeline, and the part of their steps that is a bubble.
+        """How the rows of a step go through the stages of a pipeline, and the part of their steps that is a bubble.
 
-        Devices compute in a bubble, too, so that `compute_s` has it.
+        `microbatches` are those of all accumulated batches, which follow each other. Devices compute in a bubble, too, so
+        that `compute_s` has it.
         """
         if (own := self.step.stages) is None:
             return None
-        stages = self.step.sizes[PIPELINE]
-        steps = {"stages": stages, "microbatches": own.microbatches, "interleave": own.interleave}
-        return {**steps, "steps": own.steps(stages), "bubble": own.bubble(stages)}
+        stages, batches = self.step.sizes[PIPELINE], self.step.accumulate
+        steps = {"stages": stages, "microbatches": batches * own.microbatches, "interleave": own.interleave}
+        return {**steps, "steps": own.steps(stages, batches), "bubble": own.bubble(stages, batches)}
 
     @property
     def hbm_s(self) -> float:

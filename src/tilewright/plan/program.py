@@ -408,6 +408,8 @@ class _Reader:
             if begun >= 0 and self.values[begun].sources is None:  # The loop updates it in place.
                 environment[variable] = begun
                 continue
+            if begun >= 0:  # It is made in the memory of the result.
+                inputs = tuple(own for each in inputs for own in (self._sources(each) if each == begun else (each,)))
             made = produced[place] if place < len(produced) else -1
             name, made_by = (self.values[made].name, self.values[made].made_by) if made >= 0 else ("", around)
             environment[variable] = self.new(variable.aval, name=name, made_by=made_by)

@@ -100,7 +100,10 @@ class Step:
     @property
     def tokens_at_once(self) -> int:
         """Tokens of one device at a time that activations are kept of."""
-        return self.rows * (1 if self.decode else self.tokens // self.sizes.get("context", 1))
+        tokens = self.rows * (1 if self.decode else self.tokens // self.sizes.get("context", 1))
+        if self.accumulate == 1 or (own := self.stages) is None:
+            return tokens
+        return tokens * own.kept(self.sizes[PIPELINE]) // (own.interleave * own.microbatches)
 
     @property
     def _parts(self) -> int:

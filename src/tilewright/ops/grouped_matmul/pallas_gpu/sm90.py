@@ -15,6 +15,8 @@ dw has one tile [128, block_n] of [K, N] at a time for each group, and as many s
 counted on the device. In the first and the last one, rows of other groups are set to zero in shared memory, in both
 operands: a zero times another group's infinity would not be zero. Groups without rows store zeros.
 
+Where the sizes are wrong, y and both gradients are NaN (`poison`).
+
 All sums are in one order: the same bits in every run.
 
 Quantised weights with a float x: for up to 128 rows per group in the mean the kernel converts them
@@ -175,6 +177,7 @@ def _dw_kernel(
     x_ref,  # [M, K]
     dz_ref,  # [M, columns]
     starts_ref,  # [G + 1]
+    poison_ref,  # [1]
     # outputs
     dw_ref,  # [G, K, columns]
     # scratch
@@ -187,7 +190,7 @@ def _dw_kernel(
 ):
     """dw: each tile is of one group, and is summed over its rows."""
     num_k, num_n = pl.cdiv(gemm.m, gemm.block_m), pl.cdiv(gemm.n, gemm.block_n)
-    program, consumer = lax.axis_index("program"), lax.axis_index("warpgroup")
+    program, consumer, bad = lax.axis_index("program"), lax.axis_index("warpgroup"), poison_ref[0]
 
     def locate(done: Any) -> tuple[Any, ...]:
         group, rest = divmod_nonnegative(program + done * gemm.blocks, num_k * num_n)
@@ -208,19 +211,26 @@ def _dw_kernel(
         return a, [dz_ref.at[depth, pl.ds(column * gemm.block_n, gemm.block_n)]]
 
     def clear(step: Any, stage: Any, start: Any, end: Any, *_: Any) -> None:
-        """Zeros for rows of other groups: each consumer in its own columns of both operands."""
+        """Zeros for rows of other groups, in both operands."""
         first, end = start - first_row(start, step), end - first_row(start, step)
 
         def clear_columns(buffer: Any, columns: int, rows: int) -> None:
-            for begin in range(0, columns, WIDTH):
-                part = buffer.at[stage, pl.ds(rows, ALIGNMENT), pl.ds(consumer * columns + begin, WIDTH)]
-                row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=_EIGHT_ROWS) + rows
-                value = plgpu.load(part, layout=_EIGHT_ROWS)
-                part[...] = jnp.where((row >= first) & (row < end), value, jnp.zeros_like(value))
+            """The consumers take turns with parts of the columns; the last turn may not have one for each."""
+            for begin in range(0, columns, WIDTH * gemm.consumers):
+                own = begin + consumer * WIDTH
+
+                def clear_part(own: Any = own) -> None:
+                    part = buffer.at[stage, pl.ds(rows, ALIGNMENT), pl.ds(own, WIDTH)]
+                    row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=_EIGHT_ROWS) + rows
+                    value = plgpu.load(part, layout=_EIGHT_ROWS)
+                    part[...] = jnp.where((row >= first) & (row < end), value, jnp.zeros_like(value))
+
+                has_one = begin + gemm.consumers * WIDTH <= columns
+                clear_part() if has_one else pl.when(own < columns)(clear_part)
 
         def clear_rows(rows: int) -> None:
-            clear_columns(pipeline.a, gemm.block_m // gemm.consumers, rows)
-            clear_columns(pipeline.b, gemm.block_n // gemm.consumers, rows)
+            clear_columns(pipeline.a, gemm.block_m, rows)
+            clear_columns(pipeline.b, gemm.block_n, rows)
 
         def clear_stage() -> None:
             for rows in range(0, gemm.block_k, ALIGNMENT):
@@ -238,7 +248,7 @@ def _dw_kernel(
             staging = Staging(dw=dw_smem.at[consumer])
             for begin in stored_columns(gemm.block_n, gemm.n):
                 at = pl.ds(column * gemm.block_n + begin, WIDTH)
-                staging.store(product[:, begin : begin + WIDTH], dw_ref.at[group, rows, at], "dw")
+                staging.store(product[:, begin : begin + WIDTH] + bad, dw_ref.at[group, rows, at], "dw")
             staging.end()
 
         return finish
@@ -368,7 +378,7 @@ def _dw_scratch(gemm: Gemm) -> dict[str, Any]:
     }
 
 
-def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array) -> jax.Array:
+def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array, bad: jax.Array) -> jax.Array:
     """dw [G, K, columns]."""
     groups, k, columns = starts.shape[0] - 1, gemm.m, gemm.n
     x = with_rows_past_end(whole(aligned(x), gemm.block_m), gemm.block_k)
@@ -377,7 +387,7 @@ def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array)
     dw = gemm.run(
         functools.partial(_dw_kernel, gemm=gemm, groups=groups),
         name="grouped_matmul_dw",
-        inputs={"x": x, "dz": dz, "starts": starts},
+        inputs={"x": x, "dz": dz, "starts": starts, "poison": bad.reshape(1)},
         outputs={"dw": jax.ShapeDtypeStruct(shape, jnp.bfloat16)},
         scratch=_dw_scratch(gemm),
     )["dw"]
@@ -390,10 +400,11 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
     dz, starts = rounded_d_product(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
     for_x, for_w = _gradient_gemms(call, launch)
     w = dequantized_weights(call, jnp.bfloat16)
-    dx, _ = _multiply_rows(for_x, dz, w, starts, jnp.bfloat16, name="grouped_matmul_dx")
+    bad = poison(call.group_sizes, call.x.shape[0])
+    dx, _ = _multiply_rows(for_x, dz, w, starts, jnp.bfloat16, name="grouped_matmul_dx", bad=bad)
     if call.w_scales is not None:
         return call.gradients(x=dx)
-    return call.gradients(x=dx, w=_weight_gradient(for_w, call.x, dz, starts).reshape(call.w.shape))
+    return call.gradients(x=dx, w=_weight_gradient(for_w, call.x, dz, starts, bad).reshape(call.w.shape))
 
 
 def _forward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:

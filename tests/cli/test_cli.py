@@ -227,6 +227,7 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert_refused(
         (("check", "softmax"), "op='softmax' is not an op of tilewright; use one of flash_attention, decode_attention"),
         (("check", "RMS-nrm"), "short_conv; did you mean rms_norm?"),
+        (("bench", "fp8_matmul"), "op='fp8_matmul' is a plain function of tilewright, not an op"),
         (("check", op, "--case", "huge"), "--case huge is not known; use one of odd, batched"),
         (("check", op, "--dtype", "fp8"), "--dtype fp8 is not known; use one of float32, bfloat16"),
         (("bench", op, "--implementation", "cuda"), "--implementation cuda is not known; use one of"),

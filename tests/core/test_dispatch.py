@@ -122,6 +122,10 @@ def test_an_unknown_op_or_case_lists_the_known() -> None:
         ValueError, match=r"op='softmax' is not an op of tilewright; use one of flash_attention, decode"
     ):
         find_op("softmax")
+    with pytest.raises(
+        ValueError, match=r"op='moe_route' is a plain function .* tilewright profile SCRIPT, or use one"
+    ):
+        find_op("moe_route")
     with pytest.raises(ValueError, match=r"case='tiny' is not a case of linear_cross_entropy; use one of odd, batched"):
         find_op("linear_cross_entropy").case("tiny")
 

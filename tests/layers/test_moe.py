@@ -167,6 +167,18 @@ def test_a_checkpoint_of_other_sizes_is_told() -> None:
         wide.from_checkpoint(tensors, "model.layers.0.mlp")
 
 
+def test_a_missing_tensor_of_many_experts_names_a_few() -> None:
+    layer = dataclasses.replace(LAYERS["qwen3_moe"], num_experts=16)
+    shapes = jax.eval_shape(lambda: layer.to_checkpoint(layer.init(jax.random.key(0), "float32")))
+    tensors = {name: np.zeros(each.shape, "float32") for name, each in shapes.items()}
+    del tensors["experts.15.up_proj.weight"]
+    with pytest.raises(
+        ValueError, match=r"no 'experts.15.up_proj.weight'; .* it has 48 others, such as experts"
+    ) as told:
+        jax.eval_shape(lambda: layer.from_checkpoint(tensors))
+    assert len(str(told.value)) < 250
+
+
 # Dtypes.
 
 
@@ -193,6 +205,21 @@ def test_quantised_experts_are_their_dequantised_values(dtype: str, block: Any) 
         layer.apply(dataclasses.replace(w, router=tilewright.quantize(w.router, "int8")), x)
     with pytest.raises(ValueError, match=r"weights.gate_up is int8\[6, 24, 2, 8\] and this MoE takes \[6, 24, 2, 16\]"):
         layer.apply(dataclasses.replace(w, gate_up=tilewright.quantize(jnp.ones((E, D, F)), "int8")), x)
+
+
+def test_weights_that_cannot_be_quantised_are_named() -> None:
+    layer = LAYERS["qwen3_moe"]
+
+    def quantized(*blocks: Any) -> MoEWeights:
+        drawn = layer.init(jax.random.key(0), "float32")
+        return functools.reduce(lambda w, block: layer.quantize(w, "int8", block=block), blocks, drawn)
+
+    for blocks, told in (
+        (((24, 1),), r"weights.down, as x \[..., 16, 24\]: block=\(24, 1\) does not divide the 16 rows"),
+        ((None, None), r"weights.gate_up is quantised already, QuantizedArray\(int8\[6, 24, 32\]"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            jax.eval_shape(functools.partial(quantized, *blocks))
 
 
 @pytest.mark.slow

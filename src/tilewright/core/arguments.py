@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 FLOATING = ("float32", "bfloat16", "float64")
@@ -16,3 +17,19 @@ def is_integer(value: Any) -> bool:
 def shown(array: Any) -> str:
     """The dtype and shape of an array, for an error message: float32[2, 3]."""
     return f"{array.dtype.name}{list(array.shape)}"
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """The name of a dtype that is given by name, as a NumPy dtype or as a scalar type; None where it is no dtype."""
+    try:
+        return None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        return None
+
+
+def output_dtype(out_dtype: Any, default: Any) -> str:
+    """The name of an op's `out_dtype`, or of `default` where it is None. Raises where an op cannot return it."""
+    name = dtype_name(default if out_dtype is None else out_dtype)
+    if name not in FLOATING:
+        raise ValueError(f"out_dtype={name or out_dtype!r} must be float32 or bfloat16")
+    return name

@@ -12,9 +12,10 @@ import importlib
 import itertools
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 import jax
@@ -419,6 +420,12 @@ def registered() -> Mapping[str, Op]:
 
 def find_op(name: str) -> Op:
     if name not in _registry:
+        if isinstance(getattr(sys.modules.get("tilewright"), name, None), FunctionType):
+            raise ValueError(
+                f"op={name!r} is a plain function of tilewright, not an op: check, bench, tune, compile and profile have "
+                f"no cases of it; call it in a script for tilewright profile SCRIPT, or use one of the ops "
+                f"{', '.join(_registry)}"
+            )
         raise ValueError(
             f"op={name!r} is not an op of tilewright; use one of {', '.join(_registry)}{did_you_mean(name, _registry)}"
         )

@@ -13,20 +13,22 @@ block of zeros has the scale 0. The error of an element is at most scale / 2 for
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from tilewright.core.arguments import shown
+from tilewright.core.arguments import dtype_name, is_integer, shown
 from tilewright.core.chip import CHIPS
+from tilewright.core.nearest import did_you_mean
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import axes_named, explicit_axes, run_on_parts
 from tilewright.core.target import current_chip
 
 Layout = Literal["row_major", "column_major"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """The dtypes of quantised values, and the magnitude that the largest element of a block is scaled to."""
@@ -76,6 +78,28 @@ class QuantizedArray:
         """The rows and columns that share one scale."""
         rows, columns = (size // max(1, n) for size, n in zip(self.shape[-2:], self.scales.shape[-2:], strict=True))
         return rows, columns
+
+    def __repr__(self) -> str:
+        """The shape, and the leaves without their contents: in a tree they may be flags or shardings as well."""
+        leaves = ", ".join(f"{name}={_leaf_shown(getattr(self, name))}" for name in ("stored", "scales"))
+        shape = list(self.shape) if getattr(self.stored, "ndim", 0) >= 2 else ""
+        return f"QuantizedArray({self.dtype}{shape}, {leaves}, layout={self.layout!r})"
+
+
+def _leaf_shown(leaf: Any) -> str:
+    return shown(leaf) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else repr(leaf)
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """An argument that is not quantised as an array. Raises with the argument's name where it is something else."""
+    if isinstance(x, QuantizedArray):
+        raise ValueError(f"{name} is quantised, {x!r}; it must be a float array: pass tilewright.dequantize({name})")
+    if not hasattr(x, "dtype"):
+        try:
+            return jnp.asarray(x)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} is of type {type(x).__name__}; it must be an array") from None
+    return jnp.asarray(x)
 
 
 def packed(values: Array) -> Array:
@@ -128,16 +152,20 @@ def quantize(
     Returns:
       a `QuantizedArray` of shape [..., R, C].
     """
-    x, name = jnp.asarray(x), jnp.dtype(dtype).name
-    if name not in LARGEST:
-        raise ValueError(f"dtype={name!r} is not a dtype to quantise to; use one of {', '.join(map(repr, LARGEST))}")
-    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    x, name = as_array("x", x), dtype_name(dtype)
+    if name is None or name not in LARGEST:
+        given = dtype if name is None else name
+        raise ValueError(
+            f"dtype={given!r} is not a dtype to quantise to; use one of {', '.join(map(repr, LARGEST))}"
+            f"{did_you_mean(given, LARGEST)}"
+        )
+    if x.ndim < 2:
+        raise ValueError(f"x is {shown(x)}; it must be [..., R, C]: pass x[None] for a single row")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {shown(x)}; it must be [..., R, C] of a floating dtype: x.astype(jnp.float32)")
-    if layout not in (None, "row_major", "column_major"):
+    if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not a layout; use 'row_major', 'column_major', or None")
-    sizes = _block_sizes(x.shape[-2:], block)
-    if name == "int4" and x.shape[-2] % 2:
-        raise ValueError(f"x is {shown(x)}; int4 stores two rows per byte, so its rows must be even: pad x by a row")
+    sizes = _block_sizes(x, block, even_rows=name == "int4")
     layout = layout or ("row_major" if name.startswith("int") and current_chip().platform != "gpu" else "column_major")
     *outer, of_rows, of_columns = explicit_axes(x)
     if not (of_rows or of_columns):
@@ -196,24 +224,46 @@ def _part_sizes(
 
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Array:
     """Values times scales, [..., R, C]: computed in float32 and rounded once to `dtype`."""
+    if not isinstance(x, QuantizedArray):
+        raise ValueError(f"x is of type {type(x).__name__}; dequantize takes the QuantizedArray that quantize returned")
+    check_quantized("x", x)
+    name = dtype_name(dtype)
+    if name is None or not jnp.issubdtype(name, jnp.floating):
+        raise ValueError(f"dtype={dtype!r} is not a floating dtype; use jnp.float32 or jnp.bfloat16")
     accumulate = accumulator(dtype)
-    scales = expanded_scales(x.scales, (x.shape[-2], x.shape[-1]))
-    return (x.values.astype(accumulate) * scales.astype(accumulate)).astype(dtype)
+    scales = expanded_scales(jnp.asarray(x.scales), (x.shape[-2], x.shape[-1]))
+    return (jnp.asarray(x.values).astype(accumulate) * scales.astype(accumulate)).astype(dtype)
 
 
-def _block_sizes(shape: tuple[int, ...], block: Any) -> tuple[int, int]:
-    pair = (None, 1) if block is None else (block, block) if isinstance(block, int) else tuple(block)
-    if len(pair) != 2 or any(size is not None and (not isinstance(size, int) or size < 1) for size in pair):
+def _block_sizes(x: Array, block: Any, *, even_rows: bool) -> tuple[int, int]:
+    """The rows and columns that share one scale. Raises where they do not divide x, or int4 has an odd number of rows."""
+    pair = (None, 1) if block is None else (block, block) if is_integer(block) else block
+    if (
+        not isinstance(pair, tuple | list)
+        or len(pair) != 2
+        or any(size is not None and (not is_integer(size) or size < 1) for size in pair)
+    ):
         raise ValueError(
             f"block={block!r} must be rows and columns, such as (128, 128), or None for an axis as a whole"
         )
-    sizes = tuple(max(1, whole) if size is None else size for size, whole in zip(pair, shape, strict=True))
-    for size, whole, axis in zip(sizes, shape, ("rows", "columns"), strict=True):
-        if whole % size:
+    shape = x.shape[-2:]
+    sizes = tuple(max(1, whole) if size is None else int(size) for size, whole in zip(pair, shape, strict=True))
+    divides = [whole % size == 0 for size, whole in zip(sizes, shape, strict=True)]
+    larger = tuple(size and int(size) if fits else None for size, fits in zip(pair, divides, strict=True))
+    for at, (size, whole, axis) in enumerate(zip(sizes, shape, ("rows", "columns"), strict=True)):
+        odd = even_rows and at == 0 and whole % 2
+        if divides[at] and not odd:
+            continue
+        step = math.lcm(1 if pair[at] is None else size, 2 if even_rows and at == 0 else 1)
+        padded = f"pad x to {-(-whole // step) * step} {axis}"
+        if divides[at]:
             raise ValueError(
-                f"block={block!r} does not divide the {whole} {axis} of x; pad x to {-(-whole // size) * size} {axis}, or "
-                f"use block=(None, 1) for one scale per column"
+                f"x is {shown(x)}; int4 stores two rows per byte, so its rows must be even: {padded} of zeros"
             )
+        raise ValueError(
+            f"block={block!r} does not divide the {whole} {axis} of x; {padded}, or use block={larger}, where all "
+            f"{whole} {axis} share a scale"
+        )
     return sizes[0], sizes[1]
 
 
@@ -224,11 +274,21 @@ def _ragged(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
     return any(size % n if n else size for size, n in zip(shape[-2:], scales[-2:], strict=True))
 
 
-def check_scales(name: str, x: QuantizedArray) -> None:
-    """Raises where the scales of an argument do not divide its values into blocks."""
-    shape, scales = x.shape, x.scales.shape
+def check_quantized(name: str, x: QuantizedArray) -> None:
+    """Raises where the fields of an argument contradict each other. It is asked where one is used, not where it is made:
+    JAX makes trees of shardings and flags, too.
+    """
     if x.dtype not in LARGEST:
         raise ValueError(f"{name} has dtype {x.dtype!r}; use one of {', '.join(map(repr, LARGEST))}")
+    if x.layout not in LAYOUTS:
+        raise ValueError(f"{name} has layout {x.layout!r}; use the one that it was quantised with, one of {LAYOUTS}")
+    for field, leaf in (("stored", x.stored), ("scales", x.scales)):
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            raise ValueError(f"{name}.{field} is of type {type(leaf).__name__}; it must be an array")
+    _check_dtypes(name, x)
+    if len(x.stored.shape) < 2:
+        raise ValueError(f"{name}.stored is {shown(x.stored)}; it must be [..., R, C]: use tilewright.quantize")
+    shape, scales = x.shape, x.scales.shape
     if _ragged(shape, scales):
         raise ValueError(
             f"{name} has shape {list(shape)} and scales of shape {list(scales)}; each of the last two axes of the scales "
@@ -236,12 +296,32 @@ def check_scales(name: str, x: QuantizedArray) -> None:
         )
 
 
+_BYTES = ("int8", "uint8", "void8", "float8_e4m3fn", "float8_e5m2")
+
+
+def _check_dtypes(name: str, x: QuantizedArray) -> None:
+    """Raises where the leaves do not have the dtypes that `x.dtype` says: values would be read as other numbers."""
+    wanted, stored = jnp.dtype("int8" if x.dtype == "int4" else x.dtype), x.stored.dtype
+    # The oracle of the checks has all of its floating arrays as float64.
+    exact = x.scales.dtype == jnp.float64 and stored in (wanted, jnp.float64) and unit_of(x.dtype) == "float8"
+    if stored != wanted and not exact:
+        remedy = "use tilewright.quantize, and leave the leaves of a quantised array out where weights are cast"
+        if stored.name in _BYTES:
+            remedy = f"where the bytes are right, pass stored.view(jnp.{wanted.name})"
+        raise ValueError(f"{name}.stored is {shown(x.stored)}, and {x.dtype} is stored as {wanted.name}; {remedy}")
+    if x.scales.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(
+            f"{name}.scales is {shown(x.scales)}; scales are float32: keep those of tilewright.quantize, and leave the "
+            f"leaves of a quantised array out where weights are cast"
+        )
+
+
 def stored_operand(name: str, x: Any) -> tuple[Array, Array | None]:
     """The values of an op's argument, as they are stored but rows first, and its scales; None where it is not quantised."""
     if not isinstance(x, QuantizedArray):
-        return jnp.asarray(x), None
-    check_scales(name, x)
-    return x.rows_first, x.scales
+        return as_array(name, x), None
+    check_quantized(name, x)
+    return jnp.asarray(x.rows_first), jnp.asarray(x.scales)
 
 
 def result_dtype(x: Array, x_scales: Array | None) -> Any:

@@ -1,6 +1,7 @@
 """What the layers share: parameters that are declared once, the weights made from them, and argument checks."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from tilewright.ops.matmul.api import matmul
 
 _INT4_BLOCK = 128
 _FEW_ROWS, _WHOLE = 64, 64
+_MOST_NAMED = 24  # Tensors that an error lists.
 # A field of a pytree: an array, or what a tree.map has put in its place, such as a ShapeDtypeStruct or a sharding.
 Leaf = Any
 
@@ -312,6 +314,9 @@ class Tensors:
         if full not in self._tensors:
             near = sorted(key for key in self._tensors if key.startswith(self._prefix))
             there = ", ".join(near) if near else f"none; names look like {next(iter(self._tensors), 'nothing')!r}"
+            if len(near) > _MOST_NAMED:
+                close = difflib.get_close_matches(full, near, 4, cutoff=0.0)
+                there = f"{len(near)} others, such as {', '.join(close)}"
             raise ValueError(f"tensors has no {full!r}; with prefix={self._prefix!r} it has {there}")
         tensor = jnp.asarray(self._tensors[full])
         if not _same_axes(tensor.shape, shape):

@@ -214,8 +214,13 @@ class MoE(Layer[MoEWeights]):
 
         def quantized(name: str) -> QuantizedArray:
             w = getattr(weights, name)
+            if isinstance(w, QuantizedArray):
+                raise ValueError(f"weights.{name} is quantised already, {w!r}; quantise the float weights instead")
             w = w.reshape(*w.shape[:-2], 2 * w.shape[-1]) if name.endswith("gate_up") else w
-            return quantize(w, dtype, block=block)
+            try:
+                return quantize(w, dtype, block=block)
+            except ValueError as error:
+                raise ValueError(f"weights.{name}, as x [..., {w.shape[-2]}, {w.shape[-1]}]: {error}") from None
 
         named = [name for name in _QUANTIZABLE if name in self.parameters()]
         return replace(weights, **{name: quantized(name) for name in named})

@@ -1,6 +1,7 @@
 """grouped_matmul: the contract, and what is its own: sizes of groups, rows outside of them, quantised weights, errors."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.contract import OpContract, able_to_run, implementations
-from tilewright import dequantize, grouped_matmul, quantize
+from tilewright import QuantizedArray, dequantize, grouped_matmul, quantize
 from tilewright.core.case import Case
 from tilewright.core.dispatch import find_op
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
@@ -102,13 +103,20 @@ def test_a_group_never_sees_another_s_rows(implementation: str) -> None:
 
 @every_implementation
 def test_sizes_that_sum_past_the_rows_give_nan(implementation: str) -> None:
+    """y, and the gradients of a loss that does not carry y: also for rows and groups without any product."""
     dtype = "bfloat16" if implementation == "pallas_gpu" else "float32"
-    x, w = draw(40, 64, dtype=dtype), draw(2, 64, 64, dtype=dtype, seed=1)
-    run = jax.jit(lambda sizes: grouped_matmul(x, w, sizes, implementation=implementation))
+    x, w = draw(40, 64, dtype=dtype), draw(3, 64, 64, dtype=dtype, seed=1)
+
+    @jax.jit
+    def run(sizes: jax.Array) -> Any:
+        product = functools.partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
+        y, pull_back = jax.vjp(product, x, w)
+        return y, *pull_back(jnp.ones_like(y))
+
     with able_to_run(implementation, plain=True):
-        assert np.isnan(np.asarray(run(jnp.array([30, 11])), np.float32)).all()
-        assert np.isnan(np.asarray(run(jnp.array([50, -20])), np.float32)).all()
-        assert np.isfinite(np.asarray(run(jnp.array([30, 10])), np.float32)).all()
+        for sizes, right in (([30, 0, 11], False), ([50, -20, 0], False), ([30, 0, 8], True)):
+            for result in run(jnp.array(sizes)):
+                assert (np.isfinite if right else np.isnan)(np.asarray(result, np.float32)).all()
 
 
 @pytest.mark.parametrize(
@@ -144,12 +152,22 @@ def test_swiglu_takes_gates_and_values_as_an_axis() -> None:
         (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([2.0, 2.0])), r"jnp.bincount\(group_of_row, length=G\)"),
         (lambda: (draw(4, 8), draw(2, 3, 8), jnp.array([2, 2])), r"pass w.swapaxes\(1, 2\)"),
         (lambda: (draw(1, 4, 8), draw(2, 8, 3), jnp.array([2, 2])), r"x.reshape\(-1, K\)"),
+        (lambda: (jnp.ones((4, 8), int), draw(2, 8, 3), jnp.array([2, 2])), r"x.astype\(jnp.bfloat16\)"),
+        (lambda: (draw(4, 8), draw(0, 8, 3), []), r"group_sizes is float32\[0\]; .*jnp.zeros\(0, jnp.int32\)"),
         (lambda: (draw(4, 8), draw(2, 8, 3, dtype="bfloat16"), jnp.array([2, 2])), r"pass w.astype\(x.dtype\)"),
     ],
 )
 def test_bad_input_gets_the_remedy(arguments: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         grouped_matmul(*arguments())
+
+
+def test_quantised_gates_and_values_as_an_axis_get_the_remedy() -> None:
+    w = QuantizedArray(np.ones((2, 8, 2, 3), "int8"), np.ones((2, 8, 1, 3), "float32"), "int8")
+    with pytest.raises(
+        ValueError, match=r"are \[G, K, 2 N\] = \[2, 8, 6\]: pass quantize\(w.reshape\(2, 8, 6\), 'int8'\)"
+    ):
+        grouped_matmul(np.ones((4, 8), "float32"), w, np.array([2, 2]), activation="swiglu")
 
 
 @pytest.mark.parametrize("shape", [(0, 8)])

@@ -1,9 +1,11 @@
 """matmul: the contract, and what is its own: epilogues, dtypes, quantised operands, float8 training, errors."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -118,6 +120,12 @@ def test_quantised_array_is_a_pytree() -> None:
     _, scanned = jax.lax.scan(lambda carry, layer: (carry, matmul(x, layer)), None, q)
     for n in range(3):
         np.testing.assert_array_equal(scanned[n], matmul(x, jax.tree.map(lambda leaf, n=n: leaf[n], q)))
+    flags = jax.tree.map(lambda leaf: True, q)
+    assert (
+        repr(q)
+        == "QuantizedArray(int4[3, 32, 16], stored=int8[3, 16, 16], scales=float32[3, 4, 16], layout='row_major')"
+    )
+    assert repr(flags) == "QuantizedArray(int4, stored=True, scales=True, layout='row_major')"
 
 
 def test_zeros_quantise_to_zeros() -> None:
@@ -234,6 +242,24 @@ def test_fp8_matmul_is_cut_by_the_compiler(columns: tuple[str, ...], reduced: in
         np.testing.assert_allclose(jax.device_get(got), want, rtol=1e-4, atol=1e-4)
 
 
+def test_fp8_matmul_refuses_what_matmul_refuses_on_explicit_axes() -> None:
+    mesh = mesh_of(AxisType.Explicit)
+    for x_axes, w_axes, told in (
+        ((None, "x"), (), "x is sharded over mesh axis 'x' along its axis K"),
+        (("x",), (None, "x"), "w is sharded over mesh axis 'x' along its axis N, .* another axis of this call"),
+    ):
+        x, w = (jax.device_put(draw(8, 8), NamedSharding(mesh, PartitionSpec(*axes))) for axes in (x_axes, w_axes))
+        for product in (matmul, fp8_matmul):
+            with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"{product.__name__}: {told}"):
+                product(x, w)
+
+
+def test_explain_of_fp8_matmul_shows_no_float_products() -> None:
+    assert "backward: no products: quantised operands take no gradient" in str(
+        tilewright.explain(fp8_matmul, jnp.ones((4, 8)), jnp.ones((8, 4)), implementation="xla")
+    )
+
+
 def test_fp8_matmul_has_one_reverse_derivative() -> None:
     x, w = draw(4, 8), draw(8, 4, seed=1)
     with pytest.raises(tilewright.Unsupported, match="fp8_matmul has no second derivative"):
@@ -296,6 +322,8 @@ def test_blocks_of_two_devices_get_the_remedy(rows: int, dtype: str, block: Any,
         (lambda: (draw(4, 8), draw(3, 8)), r"it looks transposed: pass w.T"),
         (lambda: (draw(4, 8), draw(8, 3, dtype="bfloat16")), r"they must be equal: pass w.astype\(x.dtype\)"),
         (lambda: (jnp.ones((4, 8), jnp.int32), draw(8, 3)), r"float32 or bfloat16: x.astype"),
+        (lambda: (jnp.float32(1), draw(8, 3)), r"x is float32\[\], a scalar; it must be \[..., K\]"),
+        (lambda: (None, draw(8, 3)), "x is of type NoneType; it must be an array"),
         (lambda: (quantize(draw(4, 8), "int4", block=(1, None)), quantize(draw(8, 3), "int8")), "x is int4, and act"),
         (lambda: (quantize(draw(4, 8), "int8", block=(1, None)), draw(8, 3)), "quantise w too, or pass dequantize"),
         (
@@ -310,6 +338,75 @@ def test_bad_operands_get_the_remedy(arguments: Any, told: str) -> None:
         matmul(x, w)
 
 
+EIGHT = QuantizedArray(np.zeros((8, 8), "int8"), np.ones((1, 8), "float32"), "int8")
+
+
+@pytest.fixture
+def _unchecked() -> Iterator[None]:
+    """Arguments of other types than annotated reach the functions, as they do in a user's program."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize(
+    ("dtype", "change", "told"),
+    [
+        (
+            "float8_e4m3fn",
+            {"stored": np.zeros((16, 8), "uint8")},
+            r"uint8\[16, 8\], .*stored.view\(jnp.float8_e4m3fn\)",
+        ),
+        ("int8", {"stored": np.zeros((16, 8), jnp.bfloat16)}, r"bfloat16\[16, 8\], and int8 is .* weights are cast"),
+        ("int4", {"stored": np.zeros((8, 8), jnp.bfloat16)}, r"bfloat16\[8, 8\], and int4 is stored as int8"),
+        ("int8", {"scales": np.ones((1, 8), "int32")}, r"scales is int32\[1, 8\]; scales are float32"),
+        ("int8", {"scales": np.ones((1, 8), jnp.bfloat16)}, r"scales is bfloat16\[1, 8\]; scales are float32"),
+        ("int8", {"scales": np.ones(8, "float32")}, r"shape \[16, 8\] and scales of shape \[8\]"),
+        ("int8", {"layout": "xx"}, "has layout 'xx'; use the one that it was quantised with"),
+        ("int8", {"stored": None}, "stored is of type NoneType; it must be an array"),
+    ],
+)
+def test_a_quantised_array_that_contradicts_itself_gets_the_remedy(dtype: str, change: dict, told: str) -> None:
+    x, right = np.ones((4, 16), "float32"), {"stored": np.zeros((16, 8), "int8"), "scales": np.ones((1, 8), "float32")}
+    q = QuantizedArray(**{**right, "dtype": dtype, **change})
+    for run in (matmul, jax.jit(matmul), lambda x, q: dequantize(q)):
+        with pytest.raises(ValueError, match=told):
+            run(x, q)
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda x: quantize(x, "fp8"), "dtype='fp8' is not a dtype to quantise to; use one of 'int8'"),
+        (lambda x: quantize(x, "INT8"), "dtype='INT8' is not .*; did you mean int8"),
+        (lambda x: quantize(x, None), "dtype=None is not a dtype to quantise to"),
+        (lambda x: quantize(x, "int8", block=2.0), r"block=2.0 must be rows and columns, such as \(128, 128\)"),
+        (lambda x: quantize(None, "int8"), "x is of type NoneType; it must be an array"),
+        (lambda x: quantize(x[0], "int8"), r"x is float32\[8\]; it must be \[..., R, C\]: pass x\[None\]"),
+        (
+            lambda x: quantize(EIGHT, "int8"),
+            r"x is quantised, QuantizedArray\(int8\[8, 8\].*pass tilewright.dequantize",
+        ),
+        (lambda x: dequantize(x), "dequantize takes the QuantizedArray that quantize returned"),
+        (lambda x: dequantize(EIGHT, "nope"), "dtype='nope' is not a floating dtype"),
+        (lambda x: matmul(x, x, bias=EIGHT), r"bias is quantised.*tilewright.dequantize\(bias\)"),
+        (lambda x: matmul(x, x, out_dtype="nope"), "out_dtype='nope' must be float32 or bfloat16"),
+        (lambda x: fp8_matmul(x, x.astype("float16")), r"w is float16\[8, 8\]; .*: w.astype\(jnp.bfloat16\)"),
+        (lambda x: fp8_matmul(x, EIGHT), r"w is quantised.*tilewright.dequantize\(w\)"),
+    ],
+)
+def test_arguments_of_another_kind_get_the_remedy(function: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        function(np.ones((8, 8), "float32"))
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_a_block_may_be_of_numpy_integers() -> None:
+    assert jax.eval_shape(lambda: quantize(jnp.ones((8, 8)), "int8", block=np.int64(2))).block == (2, 2)  # type: ignore[arg-type]
+
+
 def test_bad_epilogues_get_the_remedy() -> None:
     x, w = draw(4, 8), draw(8, 6)
     with pytest.raises(ValueError, match=r"activation='tanh' is not an activation; use one of 'silu', 'gelu'"):
@@ -320,16 +417,22 @@ def test_bad_epilogues_get_the_remedy() -> None:
         matmul(x, w, residual=jnp.zeros((4, 5)))
     with pytest.raises(ValueError, match=r"w has 5 columns; activation='swiglu' takes \[K, 2 N\]"):
         matmul(x, w[:, :5], activation="swiglu")
+    with pytest.raises(ValueError, match=r"are \[K, 2 N\] = \[8, 6\]: pass quantize\(w.reshape\(8, 6\), 'int8'\)"):
+        jax.eval_shape(lambda: matmul(x, quantize(w.reshape(8, 2, 3), "int8"), activation="swiglu"))
 
 
 def test_blocks_that_do_not_divide_get_the_remedy() -> None:
-    with pytest.raises(
-        ValueError, match=r"does not divide the 10 rows of x; pad x to 16 rows, or use block=\(None, 1\)"
+    for shape, dtype, block, told in (
+        ((10, 8), "int8", (8, 8), r"the 10 rows of x; pad x to 16 rows, or use block=\(None, 8\), where all 10 rows"),
+        ((5, 10), "float8_e4m3fn", (1, 8), r"the 10 columns of x; pad x to 16 columns, or use block=\(1, None\)"),
+        ((16, 4), "int4", (7, 1), r"pad x to 28 rows, or use block=\(None, 1\)"),
+        ((21, 4), "int4", (7, 1), "its rows must be even: pad x to 28 rows"),
     ):
-        quantize(draw(10, 8), "int8", block=(8, 8))
+        with pytest.raises(ValueError, match=told):
+            quantize(jnp.asarray(np.ones(shape, "float32")), dtype, block=block)
     with pytest.raises(ValueError, match=r"dtype='int16' is not a dtype to quantise to; use one of 'int8'"):
         quantize(draw(10, 8), "int16")
-    with pytest.raises(ValueError, match="its rows must be even"):
+    with pytest.raises(ValueError, match="its rows must be even: pad x to 10 rows"):
         quantize(draw(9, 8), "int4")
     with pytest.raises(ValueError, match=r"of which one has gates and values both; .* block=\(8, 1\)"):
         matmul(draw(4, 8), quantize(draw(8, 24), "int8", block=(8, 8)), activation="swiglu")

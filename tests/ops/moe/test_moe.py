@@ -118,6 +118,18 @@ def test_a_nan_among_the_logits_of_a_token_is_in_its_weights(scoring: Any) -> No
         assert np.all(np.isfinite(weights[1]))
 
 
+def test_infinite_logits_and_a_nan_in_the_bias() -> None:
+    """A softmax of +inf is NaN, a sigmoid of it 1; -inf is an expert with the score 0. A bias of NaN orders nothing."""
+    logits = jnp.zeros((3, 4)).at[0, 3].set(jnp.inf).at[1, 0].set(-jnp.inf)
+    for normalize in (True, False):
+        weights, _ = moe_route(logits, 3, normalize=normalize)
+        np.testing.assert_array_equal(np.isnan(weights), [[True] * 3, [False] * 3, [False] * 3])
+    weights, experts = moe_route(logits, 3, scoring="sigmoid")
+    np.testing.assert_allclose(weights, [[0.5, 0.25, 0.25], *[[1 / 3] * 3] * 2], rtol=1e-6)
+    assert experts.tolist() == [[3, 0, 1], [1, 2, 3], [0, 1, 2]]
+    assert np.isnan(moe_route(logits, 3, scoring="sigmoid", bias=jnp.zeros(4).at[2].set(jnp.nan))[0]).all()
+
+
 def test_of_equal_scores_the_lowest_index_comes_first() -> None:
     _, experts, *_ = jitted("qwen3_next")(jnp.zeros((8, E)), jnp.zeros((8, K)))
     np.testing.assert_array_equal(experts, np.tile(np.arange(K), (8, 1)))
@@ -331,6 +343,28 @@ def test_the_z_loss() -> None:
     assert run(logits, mask=jnp.zeros((2, 9), bool)) == 0
 
 
+def _both_losses(logits: jax.Array, scoring: Any, mask: jax.Array | None) -> jax.Array:
+    experts = jnp.zeros((*logits.shape[:-1], K), jnp.int32)
+    return moe_load_balance_loss(logits, experts, scoring=scoring, mask=mask) + moe_z_loss(logits, mask=mask)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_losses_of_extreme_masked_and_no_tokens(scoring: Any) -> None:
+    """Scores that underflow, NaN and infinities at a token that does not count: finite, and 0 of no tokens."""
+    run = jax.jit(jax.value_and_grad(functools.partial(_both_losses, scoring=scoring)))
+    logits, mask = draw(4, E), jnp.array([False, True, True, True])
+    value, gradient = run(logits.at[0].set(-200.0), mask=None)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+    value, gradient = run(logits[1:], mask=None)
+    for spoiled in (jnp.nan, jnp.inf, -jnp.inf):
+        got, d_logits = run(logits.at[0].set(spoiled), mask=mask)
+        np.testing.assert_allclose(got, value, rtol=1e-6)
+        np.testing.assert_allclose(d_logits, jnp.pad(gradient, ((1, 0), (0, 0))), rtol=1e-5, atol=1e-7)
+    assert _both_losses(logits[:0], scoring, None) == 0
+    assert _both_losses(logits, scoring, ~mask & mask) == 0
+
+
 # Transformations and meshes.
 
 
@@ -460,7 +494,8 @@ def test_forward_mode_and_second_derivatives(chip: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": 13}, r"k=13 experts cannot be chosen from E=12; use 1 to 12"),
+        ({"k": 13}, r"k=13 experts cannot be chosen from E=12; use an integer from 1 to 12"),
+        ({"k": jnp.int32(2)}, r"k is int32\[\]; it must be a Python integer .*static_argnames='k'"),
         ({"k": 0}, r"k=0 experts cannot be chosen"),
         ({"k": 2.0}, r"k=2.0 experts cannot be chosen"),
         ({"scoring": "relu"}, r"scoring='relu' is not a scoring; use 'softmax' or 'sigmoid'"),
@@ -469,6 +504,7 @@ def test_forward_mode_and_second_derivatives(chip: str) -> None:
         ({"groups": (6, 1)}, r"groups=\(6, 1\) leaves 2 of E=12 experts to choose k=3 from; keep at least 2 groups"),
         ({"groups": 4}, r"groups=4 must be \(number of groups, groups kept\), such as \(8, 4\); or None"),
         ({"bias": jnp.zeros(5)}, r"bias is float32\[5\] and logits is float32\[4, 12\]; bias must be \[E\] = \[12\]"),
+        ({"bias": jnp.zeros(12, int)}, r"bias is int32\[12\]; .*: bias.astype\(jnp.float32\)"),
         ({"normalize": "yes"}, r"normalize='yes' is not True or False"),
         ({"scale": "2"}, r"scale='2' must be a number that is known when traced"),
         ({"logits": jnp.zeros((4, 12), jnp.int32)}, r"logits is int32\[4, 12\]; it must be \[..., E\] of float32"),
@@ -485,12 +521,13 @@ def test_bad_rows_are_named_with_their_remedy() -> None:
     for function, message in (
         (
             lambda: moe_sort(jnp.zeros((4, K)), E),
-            r"experts is float32\[4, 3\]; it must be \[N, k\] integers: experts.resh",
+            r"experts is float32\[4, 3\]; it must be \[N, k\] integers, the second result of moe_route",
         ),
         (lambda: moe_sort(jnp.zeros((2, 4, K), jnp.int32), E), r"experts is int32\[2, 4, 3\]; it must be \[N, k\]"),
         (lambda: moe_sort(jnp.zeros((4, 0), jnp.int32), E), r"each token has at least one expert"),
         (lambda: moe_sort(jnp.zeros((4, K), jnp.int32), 0), r"num_experts=0 must be a positive integer"),
         (lambda: moe_dispatch(jnp.zeros((5, D)), sorting), r"x is float32\[5, 10\]; it must be \[N, D\] with N=4"),
+        (lambda: moe_dispatch(jnp.zeros((4, D), "float16"), sorting), r"x is float16\[4, 10\]; .*: x.astype\(jnp.bfl"),
         (lambda: moe_dispatch(jnp.zeros((4, D)), None), r"sorting is a NoneType; pass what moe_sort"),
         (
             lambda: moe_combine(rows[1:], weights, sorting),
@@ -499,7 +536,7 @@ def test_bad_rows_are_named_with_their_remedy() -> None:
         (lambda: moe_combine(rows, weights.T, sorting), r"weights is float32\[3, 4\]; it must be \[N, k\] = \[4, 3\]"),
         (
             lambda: moe_load_balance_loss(draw(4, E), jnp.zeros((5, K), jnp.int32)),
-            r"must be \[4, 'k'\] integers, as moe_ro",
+            r"must be \[4, k\] integers, as moe_ro",
         ),
         (
             lambda: moe_z_loss(draw(4, E), mask=jnp.ones(3, bool)),

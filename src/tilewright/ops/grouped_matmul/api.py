@@ -9,11 +9,18 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.activation import ActivationName, check_activation, parts_of
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, output_dtype, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.products import check_columns
-from tilewright.core.quantized import QuantizedArray, check_operands, check_parts, result_dtype, stored_operand
+from tilewright.core.quantized import (
+    QuantizedArray,
+    as_array,
+    check_operands,
+    check_parts,
+    result_dtype,
+    stored_operand,
+)
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
 
 OP = register(
@@ -47,7 +54,7 @@ def grouped_matmul(
       w: [G, K, N], of x's dtype, or a `QuantizedArray` of that shape: int8, int4 or float8 weights with any scales. With
         "swiglu" w is [G, K, 2 N], or [G, K, 2, N], which can be sharded along N.
       group_sizes: [G] integers whose sum is at most M. A larger sum, or a negative size, is an error where the sizes are
-        known; where they are traced, every row of y is NaN.
+        known; where they are traced, every row of y is NaN, and so are the gradients.
       activation: "silu", "gelu", "relu" or "swiglu", as in `matmul`.
       out_dtype: of y; x's by default, and bfloat16 where x is quantised.
       implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; None takes the best that this device can run.
@@ -59,14 +66,12 @@ def grouped_matmul(
     check_activation(activation)
     x_values, x_scales = stored_operand("x", x)
     w_values, w_scales = stored_operand("w", w)
-    sizes = jnp.asarray(group_sizes)
+    sizes = as_array("group_sizes", group_sizes)
     _validate(x, w, x_values, w_values, sizes, activation)
     parts = parts_of(activation)
     groups, rows = w_values.shape[:2]
     n = int(np.prod(w_values.shape[2:])) // parts
-    out = jnp.dtype(out_dtype or result_dtype(x_values, x_scales)).name
-    if out not in FLOATING:
-        raise ValueError(f"out_dtype={out!r} must be float32 or bfloat16")
+    out = output_dtype(out_dtype, result_dtype(x_values, x_scales))
     if w_scales is not None:
         check_parts(w, parts)
         if w_scales.shape[-1] == 1:
@@ -93,9 +98,17 @@ def _validate(
     x: Any, w: Any, x_values: jax.Array, w_values: jax.Array, sizes: jax.Array, activation: str | None
 ) -> None:
     quantized_x, quantized_w = isinstance(x, QuantizedArray), isinstance(w, QuantizedArray)
-    if x_values.ndim != 2 or (not quantized_x and x_values.dtype.name not in FLOATING):
+    if x_values.ndim != 2:
         raise ValueError(f"x is {shown(x_values)}; it must be [M, K] of float32 or bfloat16: x.reshape(-1, K)")
-    shape, k = tuple(w.shape), x_values.shape[1]
+    if not quantized_x and x_values.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x_values)}; it must be [M, K] of float32 or bfloat16: x.astype(jnp.bfloat16)")
+    shape, k = tuple(w.shape) if quantized_w else w_values.shape, x_values.shape[1]
+    if quantized_w and len(shape) == 4 and activation == "swiglu":
+        flat = [*shape[:2], shape[2] * shape[3]]
+        raise ValueError(
+            f"w is quantised as {list(shape)}; quantised weights of 'swiglu' are [G, K, 2 N] = {flat}: pass "
+            f"quantize(w.reshape({', '.join(map(str, flat))}), {w.dtype!r})"
+        )
     if len(shape) != 3 and not (len(shape) == 4 and activation == "swiglu" and shape[2] == 2 and not quantized_w):
         raise ValueError(f"w has shape {list(shape)}; it must be [G, K, N], or [G, K, 2, N] with activation='swiglu'")
     if shape[1] != k:
@@ -110,9 +123,8 @@ def _validate(
     if activation == "swiglu" and len(shape) == 3:
         check_columns("w", w_values, "G, K, 2, N", quantized=quantized_w)
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise ValueError(
-            f"group_sizes is {shown(sizes)}; it must be [G] integers: jnp.bincount(group_of_row, length=G)"
-        )
+        remedy = "jnp.bincount(group_of_row, length=G)" if sizes.size else "jnp.zeros(0, jnp.int32) for no groups"
+        raise ValueError(f"group_sizes is {shown(sizes)}; it must be [G] = [{shape[0]}] integers: {remedy}")
     if sizes.shape[0] != shape[0]:
         raise ValueError(f"group_sizes has {sizes.shape[0]} groups and w has {shape[0]} matrices; they must be equal")
     if not isinstance(sizes, Tracer) and sizes.is_fully_addressable:

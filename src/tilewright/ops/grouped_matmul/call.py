@@ -86,7 +86,7 @@ def sums_before(counts: jax.Array) -> jax.Array:
 
 
 def poison(group_sizes: jax.Array, m: Size) -> jax.Array:
-    """float32 scalar: NaN where the sizes are negative or sum past m, which makes every row of the result NaN; else 0."""
+    """float32 scalar: NaN where the sizes are negative or sum past m, else 0. Added, it makes results and gradients NaN."""
     # In float32 the sum of sizes cannot overflow into the allowed range.
     wrong = jnp.any(group_sizes < 0) | (jnp.sum(group_sizes.astype(jnp.float32)) > m)
     return jnp.where(wrong, jnp.float32(jnp.nan), jnp.float32(0.0))

@@ -23,6 +23,9 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
     if call.w_scales is not None:
         scales = expanded_scales(jnp.moveaxis(call.w_scales, 2, 1).astype(exact), (k, n))
         w = w * jnp.moveaxis(scales, 1, 2)  # [G, K, P, N]
+    # Factors of 1 or NaN: where the sizes are wrong, gradients are NaN too.
+    wrong = poison(call.group_sizes, m).astype(exact)
+    x, w = x * (1 + wrong), w * (1 + wrong)
     starts, row = group_starts(call.group_sizes, m), jnp.arange(m, dtype=jnp.int32)
 
     def step(z: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
@@ -35,7 +38,7 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
     zeros = vary_over(jnp.zeros((m, call.parts, n), exact), varying_axes(x, w))
     z, _ = jax.lax.scan(step, zeros, (w, starts[:-1], starts[1:]))
     y = activate(call.activation, tuple(z[:, part] for part in range(call.parts)))
-    y = y + poison(call.group_sizes, m).astype(exact)
+    y = y + wrong
     return y.astype(jnp.promote_types(call.out_dtype, exact) if exact == jnp.float64 else call.out_dtype), None
 
 

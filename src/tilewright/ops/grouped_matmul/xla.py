@@ -102,8 +102,9 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
         dx = sum(dot_f32(own[:, part], w[group, :, part], (1, 1)) for part in range(call.parts))
         return dw, jnp.asarray(dx).astype(call.x.dtype)
 
-    dw, dx = jax.lax.scan(step, jnp.zeros(w.shape, jnp.float32) if trains else None, (blocks.group, blocks.rows))
-    dx = _of_rows(blocks, dx)
+    wrong = poison(call.group_sizes, call.x.shape[0])
+    dw, dx = jax.lax.scan(step, jnp.full(w.shape, wrong) if trains else None, (blocks.group, blocks.rows))
+    dx = _of_rows(blocks, dx) + wrong.astype(dx.dtype)
     return call.gradients(x=dx) if dw is None else call.gradients(x=dx, w=dw)
 
 

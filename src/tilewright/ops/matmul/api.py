@@ -7,11 +7,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tilewright.core.activation import ActivationName, check_activation, parts_of
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, output_dtype, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.products import check_columns
-from tilewright.core.quantized import QuantizedArray, check_operands, check_parts, result_dtype, stored_operand
+from tilewright.core.quantized import (
+    QuantizedArray,
+    as_array,
+    check_operands,
+    check_parts,
+    result_dtype,
+    stored_operand,
+)
 from tilewright.ops.matmul.call import MatmulCall
 
 OP = register(
@@ -59,16 +66,14 @@ def matmul(
     check_activation(activation)
     x_values, x_scales = stored_operand("x", x)
     w_values, w_scales = stored_operand("w", w)
-    bias = None if bias is None else jnp.asarray(bias)
-    residual = None if residual is None else jnp.asarray(residual)
+    bias = None if bias is None else as_array("bias", bias)
+    residual = None if residual is None else as_array("residual", residual)
     w_dtype = w.dtype if isinstance(w, QuantizedArray) else w_values.dtype.name
     _validate_operands(x, w, x_values, w_values, activation)
     parts = parts_of(activation)
     n = w_values.shape[-1] * (w_values.shape[-2] if w_values.ndim == 3 else 1) // parts
     _validate_epilogue(x_values, bias, residual, n, parts)
-    out = jnp.dtype(out_dtype or result_dtype(x_values, x_scales)).name
-    if out not in FLOATING:
-        raise ValueError(f"out_dtype={out!r} must be float32 or bfloat16")
+    out = output_dtype(out_dtype, result_dtype(x_values, x_scales))
     if w_scales is not None:
         check_parts(w, parts)
         rows = w_scales.shape[0]
@@ -99,9 +104,17 @@ def matmul(
 
 def _validate_operands(x: Any, w: Any, x_values: jax.Array, w_values: jax.Array, activation: str | None) -> None:
     quantized_x, quantized_w = isinstance(x, QuantizedArray), isinstance(w, QuantizedArray)
-    if not quantized_x and (x_values.ndim < 1 or x_values.dtype.name not in FLOATING):
+    if x_values.ndim < 1:
+        raise ValueError(f"x is {shown(x_values)}, a scalar; it must be [..., K]: pass a row of K channels")
+    if not quantized_x and x_values.dtype.name not in FLOATING:
         raise ValueError(f"x is {shown(x_values)}; it must be [..., K] of float32 or bfloat16: x.astype(jnp.bfloat16)")
-    k, shape = x_values.shape[-1], tuple(w.shape)
+    k, shape = x_values.shape[-1], tuple(w.shape) if quantized_w else w_values.shape
+    if quantized_w and len(shape) == 3 and activation == "swiglu":
+        flat = [shape[0], shape[1] * shape[2]]
+        raise ValueError(
+            f"w is quantised as {list(shape)}; quantised weights of 'swiglu' are [K, 2 N] = {flat}: pass "
+            f"quantize(w.reshape({flat[0]}, {flat[1]}), {w.dtype!r})"
+        )
     if len(shape) != 2 and not (len(shape) == 3 and activation == "swiglu" and shape[1] == 2 and not quantized_w):
         raise ValueError(f"w has shape {list(shape)}; it must be [K, N], or [K, 2, N] with activation='swiglu'")
     if shape[0] != k:

@@ -5,26 +5,21 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, output_dtype, shown
 from tilewright.core.boundary import not_differentiable, reverse_mode_only
 from tilewright.core.call import Call, Shard, array, option
 from tilewright.core.dispatch import ImplementationName
-from tilewright.core.manual_axes import vary_alike
 from tilewright.core.partitioning import (
     Axes,
     CallPass,
     Letters,
     axes_of_compiler,
-    explicit_axes,
-    placed,
-    run_on_parts,
+    run_explicit,
     run_partitioned,
 )
-from tilewright.core.quantized import quantize
+from tilewright.core.quantized import as_array, quantize
 from tilewright.ops.matmul.api import matmul
 
 _BLOCK = 128  # Values of the contracted axis that share a scale.
@@ -59,34 +54,33 @@ def fp8_matmul(
 
     Args:
       x: [..., K], float32 or bfloat16.
-      w: [K, N], floating.
+      w: [K, N], float32 or bfloat16.
       out_dtype: of y; x's by default.
       implementation: as in `matmul`.
 
     Returns:
       y [..., N].
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    if x.ndim < 1 or x.dtype.name not in FLOATING:
-        raise ValueError(f"x is {shown(x)}; it must be [..., K] of float32 or bfloat16: x.astype(jnp.bfloat16)")
-    if w.ndim != 2 or w.shape[0] != x.shape[-1] or w.dtype.name not in FLOATING:
-        raise ValueError(f"w is {shown(w)} and x is {shown(x)}; w must be [K, N] with K={x.shape[-1]}, floating")
-    out_dtype = jnp.dtype(out_dtype or x.dtype).name
+    x, w = as_array("x", x), as_array("w", w)
+    if x.ndim < 1:
+        raise ValueError(f"x is {shown(x)}, a scalar; it must be [..., K]: pass a row of K channels")
+    for name, given, axes in (("x", x, "[..., K]"), ("w", w, "[K, N]")):
+        if given.dtype.name not in FLOATING:
+            raise ValueError(
+                f"{name} is {shown(given)}; it must be {axes} of float32 or bfloat16: {name}.astype(jnp.bfloat16)"
+            )
+    if w.ndim != 2 or w.shape[0] != x.shape[-1]:
+        raise ValueError(f"w is {shown(w)} and x is {shown(x)}; w must be [K, N] with K={x.shape[-1]}")
+    out_dtype = output_dtype(out_dtype, x.dtype)
     if 0 in (*x.shape, *w.shape):
         return matmul(x, w.astype(x.dtype), out_dtype=out_dtype)
 
-    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+    def run(part: Any) -> jax.Array:
         told = "fp8_matmul has no forward-mode derivative; use reverse mode (jax.grad, jax.vjp), or matmul"
-        x, w = reverse_mode_only(vary_alike(x, w), told)
-        return _product(_Fp8Call(x=x, w=w, out_dtype=out_dtype, implementation=implementation))
+        return _product(reverse_mode_only(part.varying_alike(), told))
 
-    if not any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in (x, w)):
-        return run(x, w)
     # On Explicit mesh axes each device has its rows and columns; the gradients are summed over the others.
-    *tokens, _ = explicit_axes(x)
-    columns = tuple(axis for axis in explicit_axes(w)[1] if not any(axis in each for each in tokens))
-    arrays = placed(x, [*tokens, ()]), placed(w, [(), columns])
-    return run_on_parts(run, arrays, P(*tokens, columns or None))
+    return run_explicit("fp8_matmul", _Fp8Call(x=x, w=w, out_dtype=out_dtype, implementation=implementation), run)
 
 
 def _whole(x: jax.Array) -> jax.Array:

@@ -109,7 +109,13 @@ def _backward(call: MatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> Ma
     return call.gradients(**gradients)
 
 
+def _backward_note(call: MatmulCall) -> str:
+    if call.x_scales is not None:
+        return "no products: quantised operands take no gradient"
+    return "products of x's dtype, accumulated in float32"
+
+
 IMPLEMENTATION = Implementation(
     forward=Pass(_forward, saved="*tokens . N"),
-    backward=Pass(_backward, note="products of x's dtype, accumulated in float32"),
+    backward=Pass(_backward, note=_backward_note),
 )

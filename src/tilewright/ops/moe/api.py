@@ -69,7 +69,8 @@ def moe_route(
         neighbouring experts, and its score is the sum of its two best s + bias.
 
     Returns:
-      weights, float32 [..., k], and experts, int32 [..., k]. A token with a NaN among its logits has NaN weights.
+      weights, float32 [..., k], and experts, int32 [..., k]. A token with a NaN among its logits, or +inf with "softmax",
+      which is NaN there, has NaN weights; a NaN in the bias makes all weights NaN. A logit of -inf has the score 0.
     """
     logits = jnp.asarray(logits)
     if logits.ndim < 1 or logits.dtype.name not in FLOATING:
@@ -84,8 +85,10 @@ def moe_route(
         )
     if bias is not None:
         bias = jnp.asarray(bias)
-        if bias.shape != (num_experts,) or bias.dtype.name not in FLOATING:
+        if bias.shape != (num_experts,):
             raise ValueError(f"bias is {shown(bias)} and logits is {shown(logits)}; bias must be [E] = [{num_experts}]")
+        if bias.dtype.name not in FLOATING:
+            raise ValueError(f"bias is {shown(bias)}; it must be float32 or bfloat16: bias.astype(jnp.float32)")
     call = RouteCall(
         logits=logits,
         bias=bias,
@@ -106,8 +109,15 @@ def check_routing(num_experts: int, k: int, *, scoring: str, groups: tuple[int, 
     """Raises where k experts cannot be chosen so from `num_experts`."""
     if scoring not in SCORINGS:
         raise ValueError(f"scoring={scoring!r} is not a scoring; use {' or '.join(map(repr, SCORINGS))}")
+    if isinstance(k, jax.Array):
+        raise ValueError(
+            f"k is {shown(k)}; it must be a Python integer that is known when traced, since it is the size of an axis: "
+            f"jax.jit(..., static_argnames='k')"
+        )
     if not _positive(k) or k > num_experts:
-        raise ValueError(f"k={k!r} experts cannot be chosen from E={num_experts}; use 1 to {num_experts}")
+        raise ValueError(
+            f"k={k!r} experts cannot be chosen from E={num_experts}; use an integer from 1 to {num_experts}"
+        )
     if groups is None:
         return
     if not isinstance(groups, tuple | list) or len(groups) != 2 or not all(map(_positive, groups)):
@@ -141,7 +151,9 @@ def moe_sort(experts: Int[Array, "N k"], num_experts: int) -> ExpertOrder:
       each pair; `group_sizes` int32 [E].
     """
     experts = jnp.asarray(experts)
-    if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(f"experts is {shown(experts)}; it must be [N, k] integers, the second result of moe_route")
+    if experts.ndim != 2:
         raise ValueError(f"experts is {shown(experts)}; it must be [N, k] integers: experts.reshape(-1, k)")
     if not _positive(experts.shape[1]):
         raise ValueError(f"experts is {shown(experts)}; each token has at least one expert")
@@ -157,7 +169,7 @@ def moe_dispatch(x: Float[Array, "N D"], sorting: ExpertOrder) -> Float[Array, "
     The gradient of x is the sum over a token's pairs, in float32 and in the order of its choices.
 
     Args:
-      x: [N, D], floating.
+      x: [N, D], float32 or bfloat16.
       sorting: of `moe_sort`.
 
     Returns:
@@ -166,8 +178,10 @@ def moe_dispatch(x: Float[Array, "N D"], sorting: ExpertOrder) -> Float[Array, "
     x = jnp.asarray(x)
     _check_sorting(sorting)
     n = sorting.inverse.shape[0]
-    if x.ndim != 2 or x.shape[0] != n or x.dtype.name not in FLOATING:
+    if x.ndim != 2 or x.shape[0] != n:
         raise ValueError(f"x is {shown(x)}; it must be [N, D] with N={n}, as experts had in moe_sort: x.reshape(-1, D)")
+    if x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be float32 or bfloat16: x.astype(jnp.bfloat16)")
     return _run_on_columns("moe_dispatch", dispatch.dispatch, x=x, sorting=sorting)
 
 
@@ -219,10 +233,11 @@ def moe_load_balance_loss(
       logits: [..., E], of the router.
       experts: [..., k], as `moe_route` returns them.
       scoring: how a probability is made of logits: softmax, or sigmoids divided by their sum.
-      mask: [...] booleans or 0 and 1: which tokens count. None counts all of them.
+      mask: [...] booleans or 0 and 1: which tokens count. The others take no gradient, whatever their logits are. None
+        counts all of them.
 
     Returns:
-      a float32 scalar. Inside `jax.shard_map` it is the loss of a shard's own tokens.
+      a float32 scalar, 0 where no token counts. Inside `jax.shard_map` it is the loss of a shard's own tokens.
     """
     logits, experts, mask = _check_loss(logits, mask, scoring, experts)
     logits, experts, mask = _varying_alike(logits, experts, mask)
@@ -238,10 +253,11 @@ def moe_z_loss(
 
     Args:
       logits: [..., E], of the router.
-      mask: [...] booleans or 0 and 1: which tokens count. None counts all of them.
+      mask: [...] booleans or 0 and 1: which tokens count. The others take no gradient, whatever their logits are. None
+        counts all of them.
 
     Returns:
-      a float32 scalar.
+      a float32 scalar, 0 where no token counts.
     """
     logits, _, mask = _check_loss(logits, mask, "softmax")
     return losses.z_loss(*_varying_alike(logits, mask))
@@ -256,9 +272,10 @@ def _check_loss(logits: Any, mask: Any, scoring: str, experts: Any = None) -> tu
     if experts is not None:
         experts = jnp.asarray(experts)
         if experts.shape[:-1] != logits.shape[:-1] or not jnp.issubdtype(experts.dtype, jnp.integer):
+            shape = ", ".join(map(str, (*logits.shape[:-1], "k")))
             raise ValueError(
-                f"experts is {shown(experts)} and logits is {shown(logits)}; experts must be {[*logits.shape[:-1], 'k']} "
-                f"integers, as moe_route returns them for these logits"
+                f"experts is {shown(experts)} and logits is {shown(logits)}; experts must be [{shape}] integers, as "
+                f"moe_route returns them for these logits"
             )
     if mask is not None:
         mask = jnp.asarray(mask)

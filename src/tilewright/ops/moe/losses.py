@@ -7,7 +7,12 @@ from jaxtyping import Array, Bool, Float, Int
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import placed
 from tilewright.ops.moe.dispatch import count_sorted
-from tilewright.ops.moe.routing import scores_of
+
+
+def _counted(logits: Float[Array, "*tokens E"], mask: Bool[Array, "*tokens"] | None) -> Float[Array, "*tokens E"]:
+    """The logits in float32, with zeros for the tokens that do not count: whatever they have, their gradient is 0."""
+    logits = logits.astype(accumulator(logits.dtype))
+    return logits if mask is None else jnp.where(mask[..., None], logits, jnp.zeros_like(logits))
 
 
 def _mean(per_token: Float[Array, "*tokens E"], mask: Bool[Array, "*tokens"] | None) -> Float[Array, " E"]:
@@ -25,10 +30,11 @@ def load_balance_loss(
     scoring: str,
     mask: Bool[Array, "*tokens"] | None,
 ) -> Float[Array, ""]:
-    num_experts = logits.shape[-1]
-    scores = scores_of(logits, scoring)
-    if scoring == "sigmoid":
-        scores = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    num_experts, logits = logits.shape[-1], _counted(logits, mask)
+    if 0 in logits.shape:
+        return jnp.sum(logits)  # 0
+    # Sigmoids divided by their sum, from logarithms: they may all underflow.
+    scores = jax.nn.softmax(jax.nn.log_sigmoid(logits) if scoring == "sigmoid" else logits, axis=-1)
     # Every device counts the choices of all tokens: they are a few bytes per token, and a sort of sharded axes is none.
     experts = placed(experts, [()] * experts.ndim)
     count = jnp.asarray(experts.size // max(1, experts.shape[-1]), scores.dtype)
@@ -43,5 +49,8 @@ def load_balance_loss(
 
 
 def z_loss(logits: Float[Array, "*tokens E"], mask: Bool[Array, "*tokens"] | None) -> Float[Array, ""]:
-    largest = jax.nn.logsumexp(logits.astype(accumulator(logits.dtype)), axis=-1)
+    logits = _counted(logits, mask)
+    if 0 in logits.shape:
+        return jnp.sum(logits)  # 0
+    largest = jax.nn.logsumexp(logits, axis=-1)
     return _mean(jnp.square(largest)[..., None], mask)[0]

@@ -26,15 +26,19 @@ def route(call: RouteCall) -> tuple[jax.Array, jax.Array]:
     """Weights [*tokens, C] and experts [*tokens, C] of a call."""
     logits = call.logits.astype(accumulator(call.logits.dtype))
     preference = scores_of(jax.lax.stop_gradient(logits), call.scoring)
+    bias = None
     if call.bias is not None:
-        bias = jax.lax.stop_gradient(call.bias).astype(logits.dtype)
-        preference = preference + jnp.broadcast_to(bias, logits.shape)
+        bias = jnp.broadcast_to(jax.lax.stop_gradient(call.bias).astype(logits.dtype), logits.shape)
+        preference = preference + bias
     if call.groups is not None:
         preference = _in_best_groups(preference, *call.groups)
     _, experts = jax.lax.top_k(preference, call.k)  # [*tokens, C]; of equal ones the lowest index first.
     weights = _weights(call, logits, _taken(logits, experts)) * call.scale
-    # A NaN may not be among the chosen.
-    is_nan = jnp.any(jnp.isnan(jax.lax.stop_gradient(logits)), axis=-1, keepdims=True)
+    # The NaN may not be among the chosen, nor the +inf that makes a softmax NaN.
+    given = jax.lax.stop_gradient(logits)
+    is_nan = jnp.isnan(given) | (given == jnp.inf) if call.scoring == "softmax" else jnp.isnan(given)
+    is_nan = is_nan if bias is None else is_nan | jnp.isnan(bias)
+    is_nan = jnp.any(is_nan, axis=-1, keepdims=True)
     weights = jnp.where(jnp.broadcast_to(is_nan, weights.shape), jnp.nan, weights)
     return weights, experts.astype(jnp.int32)
 

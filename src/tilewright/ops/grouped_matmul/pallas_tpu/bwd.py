@@ -7,7 +7,7 @@ the first axes of x and dz: neither makes a transposed copy in HBM.
 
 dw: grid (num_k, num_n, visits). A block [block_k, block_n] of a group's dw is accumulated in float32 in VMEM over the
 visits of the group (visits.py), in order, so that every run has the same bits; x is read num_n times and dz num_k times.
-Every group has a visit: that of an empty one writes zeros.
+Every group has a visit: that of an empty one writes zeros. Where the sizes are wrong, both gradients are NaN (`poison`).
 
 Edges: dw contracts rows, and a block has rows of other groups, so both x and dz are masked with a select: a NaN of
 another group times 0 would be NaN. dx is masked when it is stored, and both of its operands along a ragged P N.
@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.core.products import dequantized_weights
-from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts
+from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulTpuBackward, GroupedMatmulTpuForward
 from tilewright.ops.grouped_matmul.pallas_tpu.fwd import (
     GroupedProduct,
@@ -58,6 +58,7 @@ def _dw_kernel(
     end_ref,
     opens_ref,
     closes_ref,
+    poison_ref,  # [1] float32
     # inputs
     x_ref,  # [block_m, block_k]
     dz_ref,  # [block_m, block_n]
@@ -84,11 +85,11 @@ def _dw_kernel(
 
     @pl.when(closes & (end > 0))
     def _close():
-        dw_ref[...] = dw_scratch[...].astype(dw_ref.dtype)
+        dw_ref[...] = (dw_scratch[...] + poison_ref[0]).astype(dw_ref.dtype)
 
     @pl.when(closes & (end == 0))
     def _empty_group():
-        dw_ref[...] = jnp.zeros_like(dw_ref)
+        dw_ref[...] = jnp.full(dw_ref.shape, poison_ref[0], jnp.float32).astype(dw_ref.dtype)
 
 
 def _dw_declaration(call: GroupedMatmulCall, config: GroupedMatmulTpuBackward) -> Kernel:
@@ -103,7 +104,7 @@ def _dw_declaration(call: GroupedMatmulCall, config: GroupedMatmulTpuBackward) -
             "column": Axis(pl.cdiv(n, block_n), "parallel"),
             "visit": Axis(num_visits(m, groups, block_m)),
         },
-        prefetched=NAMES,
+        prefetched=(*NAMES, "poison"),
         inputs={
             "x": Block((block_m, block_k), dtype, lambda i, j, visit, group, block, *_: (block[visit], i)),
             "dz": Block((block_m, block_n), dtype, lambda i, j, visit, group, block, *_: (block[visit], j)),
@@ -179,15 +180,15 @@ def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch
     config, chip, (_, m, k, n) = launch.config, launch.chip, call.sizes
     dz = d_rows(call, saved, dy)  # [M, P N]
     arrays = {"x": dz, "w": dequantized_weights(call, call.x.dtype)}
-    right = jnp.zeros((), jnp.float32)
-    dx = multiply_groups(_dx_product(call), arrays, call.group_sizes, right, _dx_config(config), chip)["y"]
+    wrong = poison(call.group_sizes, m)
+    dx = multiply_groups(_dx_product(call), arrays, call.group_sizes, wrong, _dx_config(config), chip)["y"]
     if call.w_scales is not None:
         return call.gradients(x=dx)
     visits = visits_of_groups(group_starts(call.group_sizes, m), m, config.block_m_dw)
     blocks = (config.block_m_dw, config.block_n_dw, config.block_k_dw)
     dw = _dw_declaration(call, config).run(
         functools.partial(_dw_kernel, tile_m=min(config.tile_m_dw, config.block_m_dw)),
-        {"x": call.x, "dz": dz, **visits},
+        {"x": call.x, "dz": dz, **visits, "poison": wrong.reshape(1)},
         chip=chip,
         cost=pl.CostEstimate(
             flops=2 * m * k * call.parts * n,

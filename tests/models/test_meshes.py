@@ -18,11 +18,11 @@ pytest.importorskip("optax")
 pytest.importorskip("grain")
 pytest.importorskip("orbax.checkpoint")
 
-from tests.models.test_training import GOLDEN, assert_close, config_of, some_batch
+from tests.models.test_training import GOLDEN, assert_close, config_of, gradients, some_batch
 from tests.ops.composition import collectives
 from tilewright import models
 from tilewright.models import generation
-from tilewright.models.training import Objective, Training, gradients_of
+from tilewright.models.training import Training
 from tilewright.parallel import MeshError, Pipeline, make_mesh, validate_sharding
 from tilewright.parallel.rules import batch_spec
 
@@ -42,13 +42,6 @@ def model_of(family: str, layers: tuple[str, ...] = (FULL, FULL)) -> Any:
     if family == "kimi_linear":
         values["mlp_layer_types"] = ["sparse" if layer == FULL else "dense" for layer in layers]
     return models.init(values, jax.random.key(0), "float32")
-
-
-@functools.cache
-def gradients(architecture: Any, table: Any, pipeline: Any = None) -> Any:
-    """The objective, its parts and its gradients, as a step computes them of (weights, batch)."""
-    objective = Objective(architecture, table, pipeline)
-    return jax.jit(lambda weights, batch: gradients_of(objective, weights, batch))
 
 
 @functools.cache

@@ -173,18 +173,32 @@ def some_batch(vocabulary: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
 @functools.cache
 def gradients(architecture: Any, table: Any, pipeline: Any = None) -> Any:
     """The objective, its parts and its gradients, as a step computes them of (weights, batch)."""
-
-    def loss(weights: Any, each: Any, count: Any) -> Any:
-        cast = training.cast(architecture, weights, table.dtype)
-        return training.loss_of(architecture, cast, each, table, count, pipeline)
-
-    return jax.jit(lambda weights, batch: training.gradients_of(loss, weights, batch))
+    objective = training.Objective(architecture, table, pipeline)
+    return jax.jit(lambda weights, batch: training.gradients_of(objective, weights, batch))
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         scale = max(1.0, float(jnp.abs(other).max()))
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"labels": (1, 4, 8)}, r"ids \[2, 4, 8\], labels \[1, 4, 8\], .*all must be \[A, B, T\]"),
+        ({"ids": (4, 8), "labels": (4, 8), "segment_ids": (4, 8)}, r"batch\['ids'\]\[None\] of a single one"),
+        ({"ids": (3, 4, 8), "labels": (3, 4, 8), "segment_ids": (3, 4, 8)}, "the first axis must be accumulate=2"),
+        ({"segment_ids": None}, "the batch has no segment_ids; .* as None where each row is one document"),
+    ],
+)
+def test_batches_that_are_not_those_of_a_step_are_refused(tmp_path: Path, change: Any, told: str) -> None:
+    architecture, weights = made()
+    table = dataclasses.replace(config_of(tmp_path).train, accumulate=2)
+    shapes = dict.fromkeys(("ids", "labels", "segment_ids"), (2, 4, 8)) | change
+    batch = {name: jnp.ones(shape, jnp.int32) for name, shape in shapes.items() if shape is not None}
+    with pytest.raises(training.TrainingError, match=told):
+        training.gradients_of(training.Objective(architecture, table), weights, batch)
 
 
 @pytest.mark.slow

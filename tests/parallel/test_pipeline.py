@@ -175,5 +175,11 @@ def test_what_does_not_divide_is_an_error_with_the_numbers(pipeline: Pipeline, m
         pipeline.of_rows(ROWS, 4, 2).check_layers(12, 2, "the layers repeat 12 times in a row")
 
 
+@pytest.mark.parametrize(("given", "told"), [((True,), "microbatches=True"), ((2, 0), "interleave=0")])
+def test_sizes_are_integers(given: Any, told: str) -> None:
+    with pytest.raises(MeshError, match=f"^{told} must be an integer, . or more$"):
+        Pipeline(*given)
+
+
 def test_microbatches_by_default() -> None:
     assert [Pipeline().of_rows(rows, 4, 2).microbatches for rows in (4, 8, 12, 20, 32)] == [2, 4, 6, 2, 8]

@@ -232,6 +232,8 @@ def _loss_of_hidden(
     count: Any,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """What `loss_of` returns, of the last hidden states and the routings."""
+    if is_staged(weights.runs):
+        batch = over_pipeline(weights, batch)  # As the rows of x are.
     labels = batch["labels"]
     head, x = head_of(weights, x)
     summed, logsumexp = linear_cross_entropy(
@@ -308,6 +310,7 @@ def gradients_of(
     Microbatches run one after the other; those of an `Objective` whose layers are the stages of a pipeline follow each
     other through the stages (parallel/stream.py).
     """
+    _check_batch(batch, loss.table.accumulate if isinstance(loss, Objective) else None)
     count = jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL), 1).astype(jnp.float32)
     graded = jax.value_and_grad(loss, has_aux=True)
 
@@ -326,6 +329,24 @@ def gradients_of(
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
     return jax.lax.scan(add, zeros, batch)[0]
+
+
+def _check_batch(batch: dict[str, Any], accumulate: int | None) -> None:
+    """Raises where these are not the arrays of A microbatches; `accumulate` is the A that there should be, if known."""
+    names = ("ids", "labels", "segment_ids")
+    if lacking := [name for name in names if name not in batch]:
+        raise TrainingError(
+            f"the batch has no {', '.join(lacking)}; it must have ids, labels and segment_ids, each [A, B, T], or "
+            f"segment_ids as None where each row is one document"
+        )
+    shapes = {name: batch[name].shape for name in names if batch[name] is not None}
+    told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+    if len(set(shapes.values())) > 1 or len(shapes["ids"]) != 3:
+        raise TrainingError(
+            f"the batch has {told}; all must be [A, B, T] for A microbatches: batch['ids'][None] of a single one"
+        )
+    if shapes["ids"][0] != (accumulate or shapes["ids"][0]) or not shapes["ids"][0]:
+        raise TrainingError(f"the batch has {told}; the first axis must be accumulate={accumulate or 1} microbatches")
 
 
 def _streamed(loss: Objective, weights: Any, batch: dict[str, jax.Array], count: Any) -> tuple[Any, Any, Any]:

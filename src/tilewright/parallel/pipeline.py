@@ -49,10 +49,10 @@ class Pipeline:
     """The groups of layers that each device has, R above."""
 
     def __post_init__(self) -> None:
-        if self.microbatches < 0 or self.interleave < 1:
-            raise MeshError(
-                f"microbatches={self.microbatches} must be 0 or more, and interleave={self.interleave} 1 or more"
-            )
+        for name, least in (("microbatches", 0), ("interleave", 1)):
+            value: Any = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise MeshError(f"{name}={value!r} must be an integer, {least} or more")
 
     def steps(self, stages: int, batches: int = 1) -> int:
         """The steps of a forward pass of so many batches, one after the other."""

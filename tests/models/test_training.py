@@ -22,6 +22,7 @@ pytest.importorskip("orbax.checkpoint")
 from tilewright import models
 from tilewright.models import lora, training
 from tilewright.models.data import Documents, Rows, batches
+from tilewright.models.objective import Objective, gradients_of
 from tilewright.models.train_config import LoraTable, TrainConfig, TrainConfigError
 from tilewright.models.training import Training, TrainState
 
@@ -173,8 +174,8 @@ def some_batch(vocabulary: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
 @functools.cache
 def gradients(architecture: Any, table: Any, pipeline: Any = None) -> Any:
     """The objective, its parts and its gradients, as a step computes them of (weights, batch)."""
-    objective = training.Objective(architecture, table, pipeline)
-    return jax.jit(lambda weights, batch: training.gradients_of(objective, weights, batch))
+    objective = Objective(architecture, table, pipeline)
+    return jax.jit(lambda weights, batch: gradients_of(objective, weights, batch))
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
@@ -198,7 +199,7 @@ def test_batches_that_are_not_those_of_a_step_are_refused(tmp_path: Path, change
     shapes = dict.fromkeys(("ids", "labels", "segment_ids"), (2, 4, 8)) | change
     batch = {name: jnp.ones(shape, jnp.int32) for name, shape in shapes.items() if shape is not None}
     with pytest.raises(training.TrainingError, match=told):
-        training.gradients_of(training.Objective(architecture, table), weights, batch)
+        gradients_of(Objective(architecture, table), weights, batch)
 
 
 @pytest.mark.slow

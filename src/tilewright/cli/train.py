@@ -180,7 +180,7 @@ def begin(config: Path, folder: Path, change: Callable[[Config], Config], *, fre
 
 
 def _is_mistake(error: Exception) -> bool:
-    from tilewright.models.training import TrainingError
+    from tilewright.models.train_config import TrainingError
 
     return isinstance(error, TrainingError)
 

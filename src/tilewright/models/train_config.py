@@ -29,6 +29,10 @@ _KINDS: dict[Any, str] = {
 }
 
 
+class TrainingError(ValueError):
+    """A run that cannot begin or go on. The text is one line."""
+
+
 class TrainConfigError(ValueError):
     """A configuration that no run can be made from. The text is one line."""
 
@@ -88,7 +92,7 @@ class TrainTable:
     dtype: str = "bfloat16"
     """Of weights and activations in a forward and backward pass. Master weights and the optimizer are float32."""
     remat: str = "none"
-    """What the backward pass keeps of each layer: see `tilewright.models.training.remat_policy`."""
+    """What the backward pass keeps of each layer: see `tilewright.models.objective.remat_policy`."""
     prefetch: bool = False
     """Whether the backward pass gathers weights that are cut over "fsdp" one repeat ahead (docs/parallel.md)."""
     clip_norm: float = 1.0

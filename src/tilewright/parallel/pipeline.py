@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from tilewright.core.arguments import is_integer
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.parallel.mesh import MeshError
 
@@ -51,7 +52,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         for name, least in (("microbatches", 0), ("interleave", 1)):
             value: Any = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value) or value < least:
                 raise MeshError(f"{name}={value!r} must be an integer, {least} or more")
 
     def steps(self, stages: int, batches: int = 1) -> int:

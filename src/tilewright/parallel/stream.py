@@ -95,7 +95,7 @@ class _Differentiated:
     """A stage and its backward pass, traced once: what is between them are arrays that a loop can keep."""
 
     def __init__(self, stage: Stage, tree: Any, wanted: tuple[int, ...], weights: list[Any], x: Any, beside: Any):
-        """`weights` are those of some layers, the leaves of `tree`; gradients are of those that are `wanted`, and of x."""
+        """`weights` are the leaves of `tree`, for some layers. `wanted` are the places of those that have gradients."""
         treedef: Any = None
 
         def run(weights: list[Any], x: Any, beside: Any) -> Any:

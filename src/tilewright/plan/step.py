@@ -276,8 +276,9 @@ def _told(tree: Any, kind: Kind, *, donated: bool, prefix: str = "") -> list[tup
 
 
 def _training(step: Step) -> Prepared:
+    from tilewright.models.objective import cast
     from tilewright.models.train_config import OptimizerTable, TrainTable
-    from tilewright.models.training import TrainState, cast, optimizer_of, step_function
+    from tilewright.models.training import TrainState, optimizer_of, step_function
 
     architecture, mesh = step.architecture, step.abstract_mesh
     rows = step.batch // step.accumulate

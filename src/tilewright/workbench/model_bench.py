@@ -189,7 +189,7 @@ class Subject:
     quantize: str | None = None
     """Of the weights, for `prefill` and `decode`."""
     remat: str = "none"
-    """What a training step keeps: see `tilewright.models.training.remat_policy`."""
+    """What a training step keeps: see `tilewright.models.objective.remat_policy`."""
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
@@ -357,8 +357,9 @@ def _drawn_ids(subject: Subject, *shape: int) -> jax.Array:
 
 
 def _train(subject: Subject, workload: Workload) -> _Prepared:
+    from tilewright.models.objective import cast
     from tilewright.models.train_config import OptimizerTable, TrainTable
-    from tilewright.models.training import TrainState, cast, optimizer_of, step_function
+    from tilewright.models.training import TrainState, optimizer_of, step_function
 
     if subject.quantize is not None:
         raise ValueError(f"--quantize {subject.quantize} is for prefill and decode; train without it")

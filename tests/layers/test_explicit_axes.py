@@ -109,8 +109,8 @@ def test_an_initial_state_needs_no_placing(name: str) -> None:
     assert jax.typeof(y).sharding == jax.typeof(x).sharding
     held = after.keys if name == "softmax" else after.memory
     assert tuple(axis for axis in jax.typeof(held).sharding.spec if axis) == ("x", "y")
-    # A single key head, whose channels are cut, is gathered for queries and for keys.
-    assert collectives(compiled) == {"all-reduce": 1} | ({"all-gather": 2} if name == "gdn" else {})
+    # A single key head, whose channels are cut, is gathered for queries and for keys, and so are the filters of both.
+    assert collectives(compiled) == {"all-reduce": 1} | ({"all-gather": 4} if name == "gdn" else {})
 
 
 @pytest.mark.slow

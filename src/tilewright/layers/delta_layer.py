@@ -1,5 +1,6 @@
 """The delta-rule layers' base: their state, and all but the gates and the norm of the outputs."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -136,9 +137,10 @@ class DeltaLayer[W](Layer[W]):
         (b, t, _), heads = x.shape, self.heads
         if segment_ids is not None and context is not None:
             segment_ids = placed(segment_ids, explicit_axes(x)[:2])
-        q, q_conv = _convolved(x, weights.q_proj, weights.q_conv, state.q_conv, segment_ids, context)
-        k, k_conv = _convolved(x, weights.k_proj, weights.k_conv, state.k_conv, segment_ids, context)
-        v, v_conv = _convolved(x, weights.v_proj, weights.v_conv, state.v_conv, segment_ids, context)
+        convolve = functools.partial(_convolved, x, segment_ids=segment_ids, context=context)
+        q, q_conv = convolve(weights.q_proj, weights.q_conv, state.q_conv, unit_heads=heads.key_heads)
+        k, k_conv = convolve(weights.k_proj, weights.k_conv, state.k_conv, unit_heads=heads.key_heads)
+        v, v_conv = convolve(weights.v_proj, weights.v_conv, state.v_conv)
         q, k = (split_heads(keys, heads.key_heads) for keys in (q, k))  # [B, T, H, K]
         inputs = (q, k, split_heads(v, heads.value_heads), *self.gates(weights, x))
         sequence, step = self.op
@@ -146,19 +148,19 @@ class DeltaLayer[W](Layer[W]):
 
             def on_part(segment_ids: Any, *inputs: jax.Array) -> Any:
                 options = {"segment_ids": segment_ids, "implementation": implementation}
-                return sequence(*inputs, normalize_qk=True, axis_name=context, **options)
+                return sequence(*inputs, axis_name=context, **options)
 
             batch, _, over, _ = explicit_axes(inputs[2])
             outputs = P(batch, context, over, None), P(batch, over, None, None)
             o, memory = run_on_parts(on_part, (segment_ids, *inputs), outputs)
         elif t != 1:
             options = {"segment_ids": segment_ids, "implementation": implementation}
-            o, memory = sequence(*inputs, initial_state=state.memory, normalize_qk=True, **options)
+            o, memory = sequence(*inputs, initial_state=state.memory, **options)
         else:
             before = state.memory
             if before is None:
                 before = jnp.zeros((b, heads.value_heads, heads.key_dim, heads.value_dim), jnp.float32)
-            o, memory = step(before, *(array[:, 0] for array in inputs), normalize_qk=True)
+            o, memory = step(before, *(array[:, 0] for array in inputs))
             o = o[:, None]
         o = self.normalised(weights, x, o)  # [B, T, HV, V]
         y = placed(project(o.reshape(b, t, heads.values), weights.o_proj), explicit_axes(x))
@@ -182,25 +184,35 @@ def _convolved(
     projection: Float[Array, "D E"] | QuantizedArray,
     filters: Float[Array, "W E"],
     conv_state: Float[Array, "B W-1 E"] | None,
+    *,
     segment_ids: Int[Array, "B T"] | None,
     context: str | None,
+    unit_heads: int | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B W-1 E"]]:
-    """silu(conv(x projection)), and the convolution's state after it. A single token takes the step."""
+    """silu(conv(x projection)), and the convolution's state after it. A single token takes the step.
+
+    `unit_heads`: the heads that the channels are, each of which is then divided by its length; None for none.
+    """
     y = project(x, projection)
     over = explicit_axes(y)
+    if unit_heads == 1:  # A head is normalised as a whole, so its channels are gathered, as `split_heads` does.
+        over = [*over[:2], ()]
+        y = placed(y, over)
+    normalize = None if unit_heads is None else y.shape[2] // unit_heads
+    options: Any = {"activation": "silu", "normalize": normalize}
     filters = placed(filters.astype(y.dtype), [(), over[2]])
     conv_state = None if conv_state is None else placed(conv_state.astype(y.dtype), over)
     if context is not None:
 
         def on_part(y: jax.Array, filters: jax.Array, segment_ids: Any) -> Any:
-            return short_conv(y, filters, activation="silu", segment_ids=segment_ids, axis_name=context)
+            return short_conv(y, filters, segment_ids=segment_ids, axis_name=context, **options)
 
         return run_on_parts(on_part, (y, filters, segment_ids), (P(*over), P(over[0], None, over[2])))
     if x.shape[1] != 1:
-        return short_conv(y, filters, activation="silu", initial_state=conv_state, segment_ids=segment_ids)
+        return short_conv(y, filters, initial_state=conv_state, segment_ids=segment_ids, **options)
     if conv_state is None:
         conv_state = placed(jnp.zeros((y.shape[0], filters.shape[0] - 1, y.shape[2]), y.dtype), over)
-    y_t, last = short_conv_step(conv_state, y[:, 0], filters, activation="silu")
+    y_t, last = short_conv_step(conv_state, y[:, 0], filters, **options)
     return y_t[:, None], last
 
 

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.numerics import accumulator, rounded
 from tilewright.core.segments import checked_cu_seqlens
+from tilewright.core.unit_length import unit_length
 
 SMALLEST_WIDTH, LARGEST_WIDTH = 16, 256
-_NORMALIZE_EPSILON = 1e-6
 
 
 def given_arrays(**given: Any) -> dict[str, jax.Array]:
@@ -24,9 +24,7 @@ def normalized(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
 
     Every implementation sees the rounded values: XLA must not pass the others on to one that goes on in float32.
     """
-    wide = x.astype(accumulator(x.dtype))
-    squares = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
-    return rounded(wide * jax.lax.rsqrt(squares + _NORMALIZE_EPSILON), x.dtype).astype(x.dtype)
+    return rounded(unit_length(x.astype(accumulator(x.dtype))), x.dtype).astype(x.dtype)
 
 
 def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> None:

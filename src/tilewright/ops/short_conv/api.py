@@ -1,5 +1,6 @@
 """`short_conv`: a depthwise causal convolution over a few tokens, and `short_conv_step` for one token at a time."""
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,7 @@ from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import axes_named, explicit_axes, placed, refuse_explicit, run_on_parts
 from tilewright.core.segments import checked_cu_seqlens
 from tilewright.core.sequence_shards import of_last, shard_count
+from tilewright.core.unit_length import heads_of_unit_length
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.context import state_before
 from tilewright.ops.short_conv.packed import run_packed
@@ -38,6 +40,7 @@ def short_conv(
     *,
     bias: Float[Array, " D"] | None = None,
     activation: Activation = None,
+    normalize: int | None = None,
     initial_state: Float[Array, "*B W-1 D"] | None = None,
     segment_ids: Int[Array, "*B T"] | None = None,
     cu_seqlens: Int[Array, " ends"] | None = None,
@@ -52,13 +55,18 @@ def short_conv(
 
         y_td = act(bias_d + sum_{i=0}^{W-1} w_id x_{t-(W-1)+i, d})
 
-    so w[W-1] multiplies the token itself and w[0] the oldest. Before the first token comes `initial_state`, or zeros.
+    so w[W-1] multiplies the token itself and w[0] the oldest. Before the first token comes `initial_state`, or zeros. With
+    `normalize`, each group h of so many neighbouring channels, a head, is then divided by its length:
+
+        y_td <- y_td / sqrt(sum_{e in h} y_te^2 + 1e-6)
 
     Args:
       x: [B, T, D], or [T, D] without a batch; float32 or bfloat16. T may be anything, including 0.
       w: [W, D], 2 <= W <= 8, of x's dtype or float32. Its gradient has its dtype.
       bias: [D], of x's dtype or float32, or None.
       activation: None or "silu".
+      normalize: the channels of a head, which divide D; None for no normalisation. Sums are float32, and y is rounded once.
+        Delta-rule layers normalise queries and keys so. Over a mesh axis, channels can be cut into whole heads only.
       initial_state: [B, W-1, D] of x's dtype: the W-1 inputs before the first token, oldest first; None for zeros.
       segment_ids: [B, T] integers, for several sequences packed into a row. No tap reaches across a change of id, not
         even to an equal id before it. `initial_state` belongs to the first token's segment. Only changes inside a call are
@@ -89,12 +97,13 @@ def short_conv(
             f"x is {shown(x)}; it must be [B, T, D] or [T, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
         )
     _validate_filter(x, w, bias, activation)
+    _validate_heads(normalize, x=x, w=w, bias=bias, initial_state=initial_state)
     if cu_seqlens is not None:
         if segment_ids is not None or axis_name is not None:
             other = "segment_ids" if segment_ids is not None else "axis_name"
             raise ValueError(f"cu_seqlens and {other} are both given; cu_seqlens says all of it: leave {other} out")
-        options = {"bias": bias, "activation": activation, "implementation": implementation, "config": config}
-        return _packed(x, w, initial_state, jnp.asarray(cu_seqlens), **options)
+        options = {"activation": activation, "normalize": normalize, "implementation": implementation, "config": config}
+        return _packed(x, w, initial_state, jnp.asarray(cu_seqlens), bias=bias, **options)
     _validate_state("initial_state", initial_state, x, (*x.shape[:-2], w.shape[0] - 1, x.shape[-1]))
     _validate_segments(segment_ids, x)
 
@@ -110,7 +119,8 @@ def short_conv(
         reach = None if segment_ids is None else _reach(segment_ids, w.shape[0])
         if axis_name is not None:
             initial_state = state_before(x, initial_state, segment_ids, reach, w.shape[0], axis_name)
-        call = ShortConvCall(x=x, w=w, bias=bias, state=initial_state, reach=reach, activation=activation)
+        heads = None if normalize is None else jnp.zeros((d // normalize,), jnp.int32)
+        call = ShortConvCall(x=x, w=w, bias=bias, state=initial_state, reach=reach, heads=heads, activation=activation)
         y, final_state = OP.run(call, implementation=implementation, config=config)
         final_state = final_state if axis_name is None else of_last(final_state, axis_name)
     else:
@@ -120,13 +130,18 @@ def short_conv(
 
 
 def _packed(
-    x: jax.Array, w: jax.Array, states: jax.Array | None, cu_seqlens: jax.Array, **options: Any
+    x: jax.Array,
+    w: jax.Array,
+    states: jax.Array | None,
+    cu_seqlens: jax.Array,
+    *,
+    bias: jax.Array | None,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`short_conv` of packed sequences with a state each."""
     cu_seqlens = checked_cu_seqlens(cu_seqlens, x, x.shape[-2], batched=x.ndim == 3)
     shape = (cu_seqlens.shape[0] - 1, w.shape[0] - 1, x.shape[-1])
     _validate_state("initial_state", states, x, shape)
-    bias = options.pop("bias")
     rows = x if x.ndim == 3 else x[None]
     refuse_explicit("short_conv", ShortConvCall, x=rows, w=w, bias=bias)
     if states is not None and any(axes := explicit_axes(states)[:2]):
@@ -159,10 +174,13 @@ def short_conv_step(
     *,
     bias: Float[Array, " D"] | None = None,
     activation: Activation = None,
+    normalize: int | None = None,
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B W-1 D"]]:
     r"""`short_conv` for one token: its output, and the state for the next.
 
         y_d = act(bias_d + w_{W-1,d} x_d + sum_{i=0}^{W-2} w_id state_id)
+
+    With `normalize`, each head of so many channels is then divided by its length, as `short_conv` does.
 
     Args:
       state: [B, W-1, D], or [W-1, D] without a batch: the inputs before this token, oldest first, as `short_conv`
@@ -172,6 +190,7 @@ def short_conv_step(
       w: [W, D], of x_t's dtype or float32.
       bias: [D], or None.
       activation: None or "silu".
+      normalize: the channels of a head, which divide D; None for no normalisation.
 
     Returns:
       y_t, of x_t's shape and dtype, and the new state: the old one without its oldest input, and with x_t.
@@ -181,6 +200,7 @@ def short_conv_step(
     if x_t.ndim not in (1, 2) or x_t.dtype.name not in FLOATING:
         raise ValueError(f"x_t is {shown(x_t)}; it must be [B, D] or [D] of float32 or bfloat16: one token")
     _validate_filter(x_t, w, bias, activation, name="x_t")
+    _validate_heads(normalize, x_t=x_t, w=w, bias=bias, state=state)
     _validate_state("state", state, x_t, (*x_t.shape[:-1], w.shape[0] - 1, x_t.shape[-1]))
     wide = accumulator(x_t.dtype)
     window = jnp.concatenate([state, x_t[..., None, :]], axis=-2)  # [B, W, D]
@@ -191,6 +211,8 @@ def short_conv_step(
         y = y + (bias.astype(wide) if x_t.ndim == 1 else bias.astype(wide)[None])
     if activation == "silu":
         y = jax.nn.silu(y)
+    if normalize is not None:
+        y = heads_of_unit_length(y, normalize)
     return y.astype(x_t.dtype), window[..., 1:, :]
 
 
@@ -238,6 +260,33 @@ def _validate_filter(x: jax.Array, w: jax.Array, bias: jax.Array | None, activat
         raise ValueError(
             f"activation={activation!r} is not an activation of short_conv; use None or 'silu', and apply others to y"
         )
+
+
+def _validate_heads(normalize: Any, **arrays: jax.Array | None) -> None:
+    """Checks that the channels, and each device's part of them on an Explicit mesh axis, are whole heads."""
+    if normalize is None:
+        return
+    name, x = next((name, x) for name, x in arrays.items() if x is not None)
+    d = x.shape[-1]
+    if not isinstance(normalize, int) or isinstance(normalize, bool) or normalize < 1:
+        raise ValueError(
+            f"normalize={normalize!r} must be the number of channels of a head, a positive integer; use 128 for heads of "
+            f"128 channels, or None for no normalisation"
+        )
+    if d % normalize:
+        raise ValueError(
+            f"{name} is {shown(x)}, of D={d} channels, and normalize={normalize} must divide D, since D is a number of "
+            f"heads of so many channels; pass the channels of one head, or pad {name} to D={-(-d // normalize) * normalize}"
+        )
+    for argument, array in arrays.items():
+        over = () if array is None else explicit_axes(array)[-1]
+        parts = math.prod(jax.typeof(array).sharding.mesh.shape[axis] for axis in over)
+        if d // normalize % parts:
+            raise ValueError(
+                f"{argument} is sharded over {axes_named(over)} along its axis D, into {parts} parts, and "
+                f"normalize={normalize} makes {d // normalize} heads of D={d}, which must be whole on each device; use a "
+                f"mesh whose axis divides them, or pass jax.sharding.reshard({argument}, ...) without it"
+            )
 
 
 def _validate_state(name: str, state: jax.Array | None, x: jax.Array, shape: tuple[int, ...]) -> None:

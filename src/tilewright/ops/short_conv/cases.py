@@ -62,7 +62,9 @@ CASES: tuple[Case, ...] = (
     _case("packed", 2, 77, 40, width=5, state=True, segments=True, weights_dtype="float32", small=True),
     _case("many_blocks", 2, 300, 150, state=True, activation="silu", small=True),
     _case("runs", 2, 37, 256, state=True, segments=True, activation="silu", small=True),
+    _case("heads", 2, 37, 512, state=True, segments=True, activation="silu", normalize=128, small=True),
     _case("train_8k", 1, 8192, 4096, bias=False, activation="silu"),
     _case("train_8k_packed", 1, 8192, 4096, bias=False, segments=True, activation="silu"),
     _case("kimi_linear", 4, 4096, 4096, bias=False, activation="silu"),
+    _case("kimi_linear_heads", 4, 4096, 4096, bias=False, activation="silu", normalize=128),
 )

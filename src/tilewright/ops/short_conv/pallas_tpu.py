@@ -6,6 +6,10 @@ back,
     p_t = bias + sum_k w_k x_{t-k}        y_t = act(p_t)
     d_t = dy_t act'(p_t)        dx_s = sum_k w_k d_{s+k}        dw_k = sum_t d_t x_{t-k}        dbias = sum_t d_t
 
+With `normalize`, y_t is then divided by its length in each head, and dy_t is taken back through that before the activation
+(core/unit_length.py). The loops take 128 channels at a time, so a head lies inside the lanes of a register, and its sums
+are reductions over lanes.
+
 Floor: some 20 FLOPs per element, so memory is the bound. Forward: x read and y written once. Backward: x and dy read
 and dx written once. Both kernels move these bytes and few others: the backward reads the last 16 rows of each block of
 x twice, and segments cost 512 bytes per token and block of channels (two small numbers, padded to a row of lanes).
@@ -31,6 +35,8 @@ sigmoid of bfloat16 inputs is computed from a tanh, one operation of the transce
 is a float32 rounding of 1, so the silu of -16, 2e-6, has no correct digits. float32 inputs use the logistic function
 itself.
 
+Limits: `normalize` divides 128.
+
 Tried and dropped:
 - shifts in registers, a rotation and a select per shift and register. libtpu for a v6e scheduled 7.3 bundles per
   register forward and 13.5 backward (W=4, silu, bfloat16), where the copies take 4.4 and 6.6.
@@ -48,16 +54,26 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tilewright.core.chip import LANES, MIB, ROW_TILE, SUBLANES, Chip
 from tilewright.core.implementation import Implementation, Launch
+from tilewright.core.unit_length import pull_back, unit_length
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.config import ShortConvTpuBackward, ShortConvTpuForward
 from tilewright.ops.short_conv.final_state import final_state, with_final_state
 from tilewright.ops.short_conv.xla import d_initial_state
-from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, block_pass
+from tilewright.pallas.tpu.kernel import Axis, Block, Kernel, Output, block_pass, not_float64
 
 # Largest first. At 1 MiB a block's copy outweighs the fixed cost of a grid step; that is a guess until timed on a chip.
 _TOKENS = (1024, 512, 256, 128, 64, 32, 16)
 _CHANNELS = 1024
 _BLOCK_BYTES = 1 * MIB
+
+
+def _unsupported_reason(call: ShortConvCall, launch: Launch) -> str | None:
+    if call.normalize is not None and LANES % call.normalize:
+        return (
+            f"normalize={call.normalize} must divide {LANES} (a head lies inside the lanes of a register); use "
+            f"implementation='xla'"
+        )
+    return not_float64(call.x)
 
 
 def _candidates(kind: Any, chip: Chip, call: ShortConvCall) -> Iterator[Any]:
@@ -80,6 +96,18 @@ def _filter(w_ref, bias_ref, columns: Any, activation: str | None) -> tuple[list
     scale, width = 0.5 if activation == "silu" else 1.0, w_ref.shape[0]
     taps = [scale * w_ref[width - 1 - lag : width - lag, columns].astype(jnp.float32) for lag in range(width)]
     return taps, None if bias_ref is None else scale * bias_ref[:, columns].astype(jnp.float32)
+
+
+def _sums_of_heads(rows: jax.Array, size: int) -> jax.Array:
+    """The sum of each `size` neighbouring lanes, repeated over them: [rows, LANES], or [rows, 1] for all lanes."""
+    if size == LANES:
+        return jnp.sum(rows, axis=1, keepdims=True)
+    head = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1) // size
+    total = jnp.zeros_like(rows)
+    for n in range(LANES // size):
+        own = jnp.sum(jnp.where(head == n, rows, 0.0), axis=1, keepdims=True)  # [rows, 1]
+        total = jnp.where(head == n, own, total)
+    return total
 
 
 def _where_reached(reach: jax.Array | None, lag: int, rows: jax.Array) -> jax.Array:
@@ -146,6 +174,7 @@ def _forward_kernel(
     x_scratch,  # [SUBLANES + block_t, LANES] float32, 128 channels of x and of the rows before it
     # static
     activation: str | None,
+    normalize: int | None,
     tile_t: int,
     unroll: int,
 ):
@@ -164,6 +193,8 @@ def _forward_kernel(
             x_scratch[pl.ds(SUBLANES + first, tile_t), :] = x_ref[rows, columns].astype(jnp.float32)
             p = _sum_of_taps(x_scratch, first, tile_t, taps, bias, None if reach_ref is None else reach_ref[rows, 0:1])
             y = p * _one_plus_tanh(p, x_ref.dtype) if activation == "silu" else p
+            if normalize is not None:
+                y = unit_length(y, functools.partial(_sums_of_heads, size=normalize))
             y_ref[rows, columns] = y.astype(y_ref.dtype)
 
         _for_tiles(block_t, tile_t, unroll, tile)
@@ -245,7 +276,12 @@ def _cost(call: ShortConvCall, *, flops: int, passes: int) -> pl.CostEstimate:
 
 
 def _static(call: ShortConvCall, config: Any) -> dict[str, Any]:
-    return {"activation": call.activation, "tile_t": min(config.tile_t, config.block_t), "unroll": config.unroll}
+    return {
+        "activation": call.activation,
+        "normalize": call.normalize,
+        "tile_t": min(config.tile_t, config.block_t),
+        "unroll": config.unroll,
+    }
 
 
 def _forward(call: ShortConvCall, launch: Launch, *, save: bool) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -278,6 +314,7 @@ def _backward_kernel(
     d_scratch,  # [block_t + SUBLANES, LANES] float32, 128 channels of d and of the rows after it
     # static
     activation: str | None,
+    normalize: int | None,
     tile_t: int,
     unroll: int,
     length: int,
@@ -310,12 +347,18 @@ def _backward_kernel(
                 row = block * block_t + first + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
                 x, d = jnp.where(row < length, x, 0.0), jnp.where(row < length, d, 0.0)
             x_scratch[pl.ds(SUBLANES + first, tile_t), :] = x
-            if activation == "silu":
+            if activation is not None or normalize is not None:
                 back = None if reach_ref is None else reach_ref[rows, 0:1]  # [tile_t, 1]
                 p = _sum_of_taps(x_scratch, first, tile_t, taps, bias, back)
-                # Twice the slope of silu; the taps that dx multiplies it with are halved.
-                twice = _one_plus_tanh(p, x_ref.dtype)
-                d = d * (twice * (1.0 + p * (2.0 - twice)))
+                y, slope = p, None
+                if activation == "silu":
+                    # Twice the slope of silu; the taps that dx multiplies it with are halved.
+                    twice = _one_plus_tanh(p, x_ref.dtype)
+                    y, slope = p * twice, twice * (1.0 + p * (2.0 - twice))
+                if normalize is not None:
+                    d = pull_back(y, d, functools.partial(_sums_of_heads, size=normalize), slope)
+                elif slope is not None:
+                    d = d * slope
             d_scratch[rows, :] = d
 
         def second_pass(first: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -380,7 +423,12 @@ def _backward(
     return with_final_state(call, gradients, d_final)
 
 
-_pass = functools.partial(block_pass, candidates=_candidates, memory_fields="a smaller block_t or block_d")
+_pass = functools.partial(
+    block_pass,
+    candidates=_candidates,
+    unsupported_reason=_unsupported_reason,
+    memory_fields="a smaller block_t or block_d",
+)
 IMPLEMENTATION = Implementation(
     forward=_pass(_forward, ShortConvTpuForward, "forward", _forward_declaration),
     backward=_pass(_backward, ShortConvTpuBackward, "backward", _backward_declaration),

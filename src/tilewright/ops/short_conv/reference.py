@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.numerics import accumulator
+from tilewright.core.unit_length import heads_of_unit_length
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.final_state import final_state
 
@@ -21,6 +22,7 @@ def _forward(call: ShortConvCall, launch: Launch, *, save: bool) -> tuple[tuple[
             term = jnp.where((call.reach >= width - 1 - tap)[:, :, None], term, 0.0)
         y = y + term
     y = jax.nn.silu(y) if call.activation == "silu" else y
+    y = y if call.normalize is None else heads_of_unit_length(y, call.normalize)
     return (y.astype(x.dtype), final_state(call)), None
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.numerics import accumulator
+from tilewright.core.unit_length import heads_of_unit_length
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.final_state import final_state
 
@@ -41,7 +42,8 @@ def convolved(call: ShortConvCall) -> jax.Array:
     for lag in range(1, width):
         total = total + _at_lag(call, inputs, lag) * call.w[width - 1 - lag].astype(wide)[None, None, :]
     total = total if call.bias is None else total + call.bias.astype(wide)[None, None, :]
-    return (jax.nn.silu(total) if call.activation == "silu" else total).astype(call.x.dtype)
+    y = jax.nn.silu(total) if call.activation == "silu" else total
+    return (y if call.normalize is None else heads_of_unit_length(y, call.normalize)).astype(call.x.dtype)
 
 
 def d_initial_state(call: ShortConvCall, dy: jax.Array) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""What kernels without tensor cores share: vectors of channels in registers, and the sigmoid of float32 values."""
+"""What kernels without tensor cores share: vectors of channels in registers, their sums, and the sigmoid of float32."""
 
 from typing import Any
 
@@ -8,11 +8,12 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from tilewright.pallas.gpu.kernel import interpreted
 
 THREADS = 128  # Of a warpgroup.
+LANES = 32  # Of a warp.
 VECTOR = 8
 """bfloat16 elements in 16 bytes, the widest access of a thread."""
 
@@ -65,10 +66,44 @@ def sigmoid(x: jax.Array, layout: Any) -> jax.Array:
     It takes two operations of the special function unit. `jax.nn.sigmoid` divides, which is rounded correctly and takes a
     dozen instructions per element.
     """
-    return _reciprocal(1.0 + jnp.exp2(x * -_LOG2_E), layout)
+    return reciprocal(1.0 + jnp.exp2(x * -_LOG2_E), layout)
 
 
-def _reciprocal(x: jax.Array, layout: Any) -> jax.Array:
+def sums_of_neighbours(x: jax.Array, size: int, layout: Any) -> jax.Array:
+    """The sum of each `size` neighbouring elements, repeated over them, of float32 values with one vector per thread.
+
+    size / (elements of a vector) lanes of a warp hold such a group: a power of two of them. Each lane adds up its own
+    elements, and then the sums by shuffles, in an order that gives every lane the same bits.
+    """
+    if interpreted():
+        return jnp.repeat(jnp.sum(x.reshape(-1, size), axis=1), size)
+
+    def body(_: Any, x: Any) -> Any:
+        f32, (register,) = ir.F32Type.get(), x.registers.flat
+        length = ir.VectorType(register.type).shape[0]
+
+        def element(n: int) -> Any:
+            return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
+
+        total = element(0)
+        for n in range(1, length):
+            total = arith.addf(total, element(n), fastmath=arith.FastMathFlags.contract)
+        lanes = size // length
+        while lanes > 1:
+            lanes //= 2
+            exchange = f"shfl.sync.bfly.b32 $0, $1, {lanes}, {LANES - 1}, -1;"
+            total = arith.addf(total, llvm.inline_asm(f32, [total], exchange, "=f,f"))
+        repeated = vector.from_elements(register.type, [total] * length)
+        registers = np.array([repeated], dtype=object).reshape(x.registers.shape)
+        return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    returned = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)
+    return inline(body)(x)
+
+
+def reciprocal(x: jax.Array, layout: Any) -> jax.Array:
+    """1 / x of float32 values in this layout, to about a unit in the last place, in one operation."""
     if interpreted():
         return 1.0 / x
 

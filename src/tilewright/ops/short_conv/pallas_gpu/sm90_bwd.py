@@ -4,10 +4,12 @@ With p, w_k and the terms that are left out as in the forward kernel (sm90_fwd.p
 
     d_t = dy_t act'(p_t)        dx_s = sum_k w_k d_{s+k}        dw_k = sum_t d_t x_{t-k}        dbias = sum_t d_t
 
-Floor: x and dy are read and dx is written once, 6 bytes per element, in about 28 instructions per element. The kernel
-moves that; at the ends of each run it reads W-1 tokens of x and dy after it and W-1 of x before it a second time, from the
-L2 cache; and it writes W + 1 float32 rows per run for dw and dbias, which XLA adds up: 4 (W + 1) / (6 block_t) of the
-floor's bytes, twice.
+With `normalize`, dy_t is first taken back through the division by the lengths of the heads (core/unit_length.py).
+
+Floor: x and dy are read and dx is written once, 6 bytes per element, in about 28 instructions per element, and 41 with
+`normalize`. The kernel moves that; at the ends of each run it reads W-1 tokens of x and dy after it and W-1 of x before it
+a second time, from the L2 cache; and it writes W + 1 float32 rows per run for dw and dbias, which XLA adds up:
+4 (W + 1) / (6 block_t) of the floor's bytes, twice.
 
 Blocking: as in the forward kernel, but from the last token of a run to its first, so that the d that dx needs are in
 registers. p is recomputed from the inputs of the walk: each step back needs one input more, x_{t-W+1}.
@@ -32,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
+from tilewright.core.unit_length import pull_back
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.config import ShortConvSm90Backward
 from tilewright.ops.short_conv.final_state import d_final_reached, with_earlier_rows
@@ -47,16 +50,19 @@ from tilewright.ops.short_conv.xla import d_initial_state
 from tilewright.pallas.gpu.elementwise import load, sigmoid, store
 from tilewright.pallas.gpu.kernel import run_kernel
 
-# Thread blocks that run on a multiprocessor at a time: ptxas takes 124 registers for W=4 and 512 channels without segments.
-_RESIDENT = 4
+# Thread blocks that run on a multiprocessor at a time: ptxas takes 126 registers for W=4 and 512 channels without segments.
+# Where heads are normalised it takes 163, and 200 with a bias, a state and segments.
+_RESIDENT, _RESIDENT_WITH_HEADS, _RESIDENT_WITH_HEADS_AND_SEGMENTS = 4, 3, 2
 _SHORTEST, _LONGEST = 16, 512
 
 
 def _heuristic(chip: Chip, call: ShortConvCall) -> ShortConvSm90Backward:
     """Runs so long that all thread blocks run at a time: each writes sums, so more of them would cost bytes."""
     b, t, d = call.x.shape
-    block_d = channels_per_block(d)
-    runs = _RESIDENT * (chip.multiprocessors or 1) // (b * pl.cdiv(d, block_d))
+    block_d = channels_per_block(call)
+    with_heads = _RESIDENT_WITH_HEADS if call.reach is None else _RESIDENT_WITH_HEADS_AND_SEGMENTS
+    resident = _RESIDENT if call.normalize is None else with_heads
+    runs = resident * (chip.multiprocessors or 1) // (b * pl.cdiv(d, block_d))
     block_t = min(max(pl.cdiv(t, max(runs, 1)), _SHORTEST), _LONGEST)
     unroll = ShortConvSm90Backward.unroll
     return ShortConvSm90Backward(pl.cdiv(block_t, unroll) * unroll, block_d)
@@ -77,6 +83,7 @@ def _kernel(
     sums_ref,  # [B, runs, W or W + 1, D] float32: dw by lag, then dbias
     # static
     activation: str | None,
+    normalize: int | None,
     config: ShortConvSm90Backward,
 ):
     length = x_ref.shape[1]
@@ -89,12 +96,18 @@ def _kernel(
         return None if reach_ref is None else reach_ref[b, token]
 
     def through_activation(window: tuple[jax.Array, ...], reach: Any, dy: jax.Array) -> jax.Array:
-        """d of a token, from its inputs by lag and dy in float32."""
-        if activation is None:
+        """d of a token, the gradient of p, from its inputs by lag and dy in float32."""
+        if activation is None and normalize is None:
             return dy
-        p = filter_.sum(window, reach)
-        s = sigmoid(p, layout)
-        return dy * (s * (1.0 + p * (1.0 - s)))
+        y, slope = filter_.sum(window, reach), None
+        if activation == "silu":
+            s = sigmoid(y, layout)
+            y = y * s
+            slope = s + y * (1.0 - s)
+        if normalize is not None:
+            return pull_back(y, dy, filter_.sums_of_heads(normalize), slope)
+        assert slope is not None
+        return dy * slope
 
     def after_run() -> tuple[Any, Any, Any]:
         """The carry before the last token of the run: inputs, and d and reach of the W-1 tokens after the run.
@@ -154,7 +167,7 @@ def _backward(
     d_final = d_final_reached(call, d_final)
     runs, has_bias = pl.cdiv(t, config.block_t), call.bias is not None
     outputs = run_kernel(
-        functools.partial(_kernel, activation=call.activation, config=config),
+        functools.partial(_kernel, activation=call.activation, normalize=call.normalize, config=config),
         name="short_conv_backward",
         inputs={
             "x": call.x,

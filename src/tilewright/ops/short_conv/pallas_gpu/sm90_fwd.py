@@ -15,12 +15,18 @@ several thread blocks per multiprocessor hide each other's latencies. Neighbouri
 
 Segments: `reach` is one number per token, equal for all threads of a block, and selects the taps.
 
-Numerics: float32 throughout; y is rounded once. The sigmoid uses the approximate reciprocal.
+Heads: with `normalize`, y_t is divided by its length in each head (core/unit_length.py). A head lies inside a warp, which
+sums its squares by shuffles: 5 for a head of 128 channels in a block of 512. It takes 6 instructions per element more.
 
-Limits: Hopper only, though only its block sizes are specific to Hopper. bfloat16. D is a multiple of 256.
+Numerics: float32 throughout; y is rounded once. The sigmoid uses the approximate reciprocal, the lengths the approximate
+square root.
+
+Limits: Hopper only, though only its block sizes are specific to Hopper. bfloat16. D is a multiple of 256. `normalize` is a
+power of two from 8 to 256, and D a multiple of four heads, one for each warp.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,10 +37,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
+from tilewright.core.unit_length import unit_length
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.config import SM90_BLOCKS_D, ShortConvSm90Forward
 from tilewright.ops.short_conv.final_state import final_state
-from tilewright.pallas.gpu.elementwise import THREADS, load, sigmoid, store
+from tilewright.pallas.gpu.elementwise import LANES, THREADS, load, sigmoid, store, sums_of_neighbours
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 
@@ -43,6 +50,9 @@ from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 _BLOCK_D = 512
 _BLOCKS_T = (32, 16)
 _BLOCKS_PER_MULTIPROCESSOR = 28
+_WARPS = THREADS // LANES
+# A thread has 8 channels at most, and a warp 256.
+_HEADS = (8, 16, 32, 64, 128, 256)
 
 
 def unsupported_reason(call: ShortConvCall, launch: Launch) -> str | None:
@@ -51,19 +61,36 @@ def unsupported_reason(call: ShortConvCall, launch: Launch) -> str | None:
         return f"x has dtype {dtype} and the GPU kernels take bfloat16; use x.astype(jnp.bfloat16), or implementation='xla'"
     if d % least:
         return f"D={d} must be a multiple of {least} (two channels for each of 128 threads); use implementation='xla'"
+    if call.normalize is not None and (reason := _heads_refused(call.normalize, d, launch.config.block_d)) is not None:
+        return reason
     if d % launch.config.block_d:
         return f"D={d} must be a multiple of block_d={launch.config.block_d}; use block_d={SM90_BLOCKS_D[0]}"
     return None
 
 
-def channels_per_block(d: int) -> int:
-    return SM90_BLOCKS_D[0] if d % _BLOCK_D else _BLOCK_D
+def _heads_refused(size: int, d: int, block_d: int) -> str | None:
+    """Why the warps of a thread block cannot hold whole heads of `size` channels; None where they can."""
+    if size not in _HEADS:
+        sizes = ", ".join(map(str, _HEADS))
+        return f"normalize={size} must be one of {sizes} (a head lies inside a warp); use implementation='xla'"
+    least = _WARPS * size
+    if d % least:
+        return f"D={d} must be a multiple of {least}, {_WARPS} heads of normalize={size} channels; use implementation='xla'"
+    if block_d < least:
+        return f"block_d={block_d} must be {least} or more for normalize={size}, {_WARPS} heads; use block_d={least}"
+    return None
+
+
+def channels_per_block(call: ShortConvCall) -> int:
+    usual = SM90_BLOCKS_D[0] if call.x.shape[2] % _BLOCK_D else _BLOCK_D
+    least = max(usual, _WARPS * (call.normalize or 1))
+    return next((size for size in SM90_BLOCKS_D if size >= least), usual)
 
 
 def _heuristic(chip: Chip, call: ShortConvCall) -> ShortConvSm90Forward:
     """Runs that are long beside the W-1 tokens before them, and short enough to give each multiprocessor several."""
     b, t, d = call.x.shape
-    block_d = channels_per_block(d)
+    block_d = channels_per_block(call)
     enough = _BLOCKS_PER_MULTIPROCESSOR * (chip.multiprocessors or 1)
     longest = (size for size in _BLOCKS_T if b * pl.cdiv(t, size) * pl.cdiv(d, block_d) >= enough)
     return ShortConvSm90Forward(next(longest, _BLOCKS_T[-1]), block_d)
@@ -102,6 +129,10 @@ class Filter:
             before = self.wide(self._state_ref.at[self.b, row, self.columns])
         return jnp.where(token < 0, before, x)
 
+    def sums_of_heads(self, size: int) -> Callable[[jax.Array], jax.Array]:
+        """A function that adds up each head of `size` channels of an array like x."""
+        return functools.partial(sums_of_neighbours, size=size, layout=self.layout)
+
     def sum(self, window: tuple[jax.Array, ...], reach: Any) -> jax.Array:
         """p of a token, from the inputs by lag and how many tokens it reaches back; None for all."""
         total = self.taps[0] * window[0]
@@ -139,6 +170,7 @@ def _kernel(
     y_ref,  # [B, T, D]
     # static
     activation: str | None,
+    normalize: int | None,
     config: ShortConvSm90Forward,
 ):
     length = x_ref.shape[1]
@@ -152,6 +184,7 @@ def _kernel(
             window = (x.astype(jnp.float32), *window)
             p = filter_.sum(window, None if reach_ref is None else reach_ref[b, row])
             y = p * sigmoid(p, filter_.layout) if activation == "silu" else p
+            y = y if normalize is None else unit_length(y, filter_.sums_of_heads(normalize))
             store(y_ref.at[b, row, columns], y.astype(y_ref.dtype), filter_.layout)
             window = window[:-1]
         return window
@@ -166,7 +199,7 @@ def _forward(call: ShortConvCall, launch: Launch, *, save: bool) -> tuple[tuple[
     config: ShortConvSm90Forward = launch.config
     b, t, d = call.x.shape
     outputs = run_kernel(
-        functools.partial(_kernel, activation=call.activation, config=config),
+        functools.partial(_kernel, activation=call.activation, normalize=call.normalize, config=config),
         name="short_conv_forward",
         inputs={"x": call.x, "w": call.w, "bias": call.bias, "state": call.state, "reach": call.reach},
         outputs={"y": jax.ShapeDtypeStruct(call.x.shape, call.x.dtype)},

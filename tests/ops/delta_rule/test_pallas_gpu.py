@@ -7,12 +7,12 @@ import pytest
 
 import tilewright
 from tests.ops.contract import able_to_run
-from tilewright import gated_delta_rule
+from tilewright import gated_delta_rule, kda
 from tilewright.configs import DeltaRuleSm90Backward, DeltaRuleSm90Forward
 from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import judge
 from tilewright.ops.delta_rule.cases import _case
-from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import PairLevel
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import PairLevel, Range
 from tilewright.ops.delta_rule.pallas_gpu.tiles import CHUNK
 from tilewright.workbench.check import CaseCheck
 
@@ -75,34 +75,58 @@ def test_like_keys_do_not_break_the_inverse():
 
 def test_the_levels_of_kda_have_every_pair_once_with_its_gates():
     """Whichever rows decay too far: two tokens are scaled by the decay between them in the one level that has them."""
-    i, j = (jnp.asarray(axis) for axis in np.indices((CHUNK, CHUNK)))
+    i = jnp.arange(CHUNK)
     g = np.random.default_rng(0).normal(size=CHUNK)
     between = np.array([[g[b + 1 : a + 1].sum() for b in range(CHUNK)] for a in range(CHUNK)])
+
+    def mask(bounds: Range) -> np.ndarray:
+        first, end = (np.asarray(bound)[:, None] for bound in bounds)
+        return ((np.arange(CHUNK) >= first) & (np.arange(CHUNK) < end)).astype(int)
+
     for in_chunk, in_block in ((CHUNK, CHUNK), (20, CHUNK), (40, 8), (10, 3), (0, 0)):
         # From these tokens on, rows have decayed too far from the chunk's start, and from the start of their block.
-        lowest = [jnp.where(i[:, 0] % size >= first, -1e3, 0.0) for size, first in ((64, in_chunk), (32, in_block))]
-        levels = int(PairLevel.count(jnp.int32(in_chunk < CHUNK), jnp.int32(in_block < CHUNK)))
+        lowest = [jnp.where(i % size >= first, -1e3, 0.0) for size, first in ((64, in_chunk), (16, in_block))]
+        levels = int(PairLevel.count(*(jnp.min(of_rows) for of_rows in lowest)))
         found = np.zeros((CHUNK, CHUNK), int)
         for level in range(levels):
             now = PairLevel.of(jnp.int32(level))
-            pairs = np.asarray(now.pairs(i, j, *lowest))
-            scaled = np.asarray(now.exponents(i, j)) @ g
+            pairs = mask(now.pairs(i, *lowest))
+            scaled = mask(now.exponents(i)) @ g
             sign = -1 if bool(now.from_start) else 1
             found += pairs
-            np.testing.assert_allclose((scaled[:, None] + sign * scaled[None])[pairs], between[pairs], atol=1e-12)
+            between_pairs = (scaled[:, None] + sign * scaled[None])[pairs > 0]
+            np.testing.assert_allclose(between_pairs, between[pairs > 0], atol=1e-12)
         np.testing.assert_array_equal(found, np.tri(CHUNK, dtype=int))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", [2.0, 1.0, 4.0])
+@pytest.mark.parametrize("gate", [1.0, 2.0, 4.0, 16.0])
 def test_kda_with_gates_that_decay_too_far_for_one_level(gate: float):
-    """By e^-100 in 64 tokens and half of that in 32; by less than one product can have; by more in 32 tokens."""
+    """In 64 tokens, as exponents of 2: by 80; by 161, which a product has with a shift; by 322; by more in 16 tokens."""
     case = _case("kda", "falls", 1, 70, 1, 64, 64, gate=gate, state=True)
     held = CaseCheck(find_op("kda"), case, "bfloat16")
     with able_to_run("pallas_gpu"):
         results = held.check("pallas_gpu")
     for result in results:
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+
+
+@pytest.mark.slow
+def test_kda_does_not_change_with_later_gates():
+    """Not a bit, in the chunk in which gates become so strong that its products are shifted, or taken in levels."""
+    arrays = draw(t=64, width=64)
+    g = -0.4 * jax.nn.softplus(jax.random.normal(jax.random.key(7), (1, 64, 1, 64)))
+
+    @jax.jit
+    def run(g: jax.Array) -> jax.Array:
+        q, k, v, _, beta, before = arrays.values()
+        return kda(q, k, v, g, beta, initial_state=before, implementation="pallas_gpu")[0]
+
+    with able_to_run("pallas_gpu"):
+        mild, *stronger = (run(g.at[:, 37:].add(-gate)) for gate in (0.0, 4.0, 20.0))
+    for later in stronger:
+        np.testing.assert_array_equal(later[:, :37], mild[:, :37])
+        assert not np.array_equal(later[:, 37:], mild[:, 37:])
 
 
 @pytest.mark.parametrize(

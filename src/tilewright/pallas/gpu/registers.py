@@ -1,6 +1,7 @@
 """Values in the registers of a warpgroup: layouts, loads and stores, bf16x2 splits, and Mosaic's own operations."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, gpu, vector
 
 from tilewright.pallas.gpu.kernel import interpreted
 from tilewright.pallas.gpu.wgmma import Accumulator
@@ -185,8 +186,16 @@ def store_masked(ref: Any, value: jax.Array, mask: jax.Array) -> None:
 
 
 def inline_mosaic(body: Callable[..., Any], *arguments: Any, out: jax.ShapeDtypeStruct | None = None) -> Any:
-    """Calls `body`, written in Mosaic GPU's own operations, with refs and tiles. It returns a tile or nothing."""
-    types = tuple(WGMMA if isinstance(argument, jax.Array) else plgpu.RefType() for argument in arguments)
+    """Calls `body`, written in Mosaic GPU's own operations, with refs, tiles and values of rows. It returns a tile or
+    nothing.
+    """
+
+    def layout(argument: Any) -> Any:
+        if not isinstance(argument, jax.Array):
+            return plgpu.RefType()
+        return WGMMA if argument.ndim == 2 else WGMMA.reduce(1)
+
+    types = tuple(layout(argument) for argument in arguments)
     returned = None if out is None else plgpu.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype), layout=WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=returned)
     return inline(lambda _, *given: body(*given))(*arguments)
@@ -201,3 +210,84 @@ def to_int32(x: jax.Array) -> jax.Array:
         return x.astype(ir.IntegerType.get_signless(32), is_signed=True)
 
     return inline_mosaic(convert, x, out=jax.ShapeDtypeStruct(x.shape, jnp.int32))
+
+
+_SQUARE = 64
+_WORD = 32
+_BFLOAT16_ONE = 0x3F80
+
+
+@dataclass(frozen=True)
+class ColumnRanges:
+    """For each row of a square of 64, the columns from `first` to the one before `end`."""
+
+    first: jax.Array  # [64] int32
+    end: jax.Array  # [64] int32
+
+    def keep(self, x: jax.Array) -> jax.Array:
+        """A square with zeros outside of the ranges, whatever is there in x."""
+        column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=WGMMA)
+        first, end = (lax.broadcast_in_dim(bound, x.shape, [0]) for bound in (self.first, self.end))
+        return jnp.where((column >= first) & (column < end), x, 0.0)
+
+    def ones(self) -> jax.Array:
+        """A bfloat16 square of ones in the ranges, and zeros elsewhere.
+
+        It is made from a bit per column: with two comparisons and two selections per element it would take more than
+        twice as many instructions.
+        """
+        shape = _SQUARE, _SQUARE
+        if interpreted():
+            return self.keep(jnp.ones(shape, jnp.float32)).astype(jnp.bfloat16)
+        words = [
+            _bits_from(self.first - before) & lax.bitwise_xor(_bits_from(self.end - before), jnp.int32(-1))
+            for before in (0, _WORD)
+        ]
+        return inline_mosaic(_square_of_bits, *words, out=jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+
+def _bits_from(column: jax.Array) -> jax.Array:
+    """The bits of a word from a column on, for each row."""
+    shifted = lax.shift_left(jnp.full_like(column, -1), jnp.clip(column, 0, _WORD - 1))
+    return jnp.where(column >= _WORD, 0, shifted)
+
+
+def _square_of_bits(*words: Any) -> Any:
+    """A bfloat16 square in the layout of products from its bits: for each row, a word for each 32 columns.
+
+    The registers of a thread are, for each 8 columns, those of its two rows: 2 of the 8 columns, by its lane.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+
+    def constant(value: int) -> Any:
+        return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+    def shifted(word: Any, count: int) -> Any:
+        """To the right, or to the left by a negative count."""
+        return arith.shrui(word, constant(count)) if count >= 0 else arith.shli(word, constant(-count))
+
+    def pair_of_bits(word: Any, bit: int) -> Any:
+        """The bit and the next one, in the two halves of a word, each times one."""
+        first, second = arith.andi(shifted(word, bit), constant(1)), shifted(word, bit + 1 - 16)
+        spread = arith.ori(first, arith.andi(second, constant(1 << 16)))
+        ones = arith.muli(spread, constant(_BFLOAT16_ONE))
+        return vector.bitcast(pair, vector.from_elements(ir.VectorType.get((1,), i32), [ones]))
+
+    thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
+    own_columns = arith.shli(arith.andi(thread, constant(3)), constant(1))
+    zeroth = ir.DenseI64ArrayAttr.get([0])
+    by_row = [
+        [
+            arith.shrui(vector.extract(row, dynamic_position=[], static_position=zeroth), own_columns)
+            for row in word.registers.flat
+        ]
+        for word in words
+    ]
+    registers = []
+    for column in range(0, _SQUARE, 8):
+        number, bit = divmod(column, _WORD)
+        registers += [pair_of_bits(row, bit) for row in by_row[number]]
+    layout = mosaic.WGMMA_LAYOUT
+    registers = np.array(registers, dtype=object).reshape(layout.registers_shape((_SQUARE, _SQUARE)))
+    return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

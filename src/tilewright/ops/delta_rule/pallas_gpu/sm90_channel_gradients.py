@@ -37,7 +37,13 @@ from tilewright.core.implementation import Launch
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward
 from tilewright.ops.delta_rule.gates import LOWEST_GATE
-from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import LARGEST_EXPONENT, PairLevel, any_too_low, sums_of_gates
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import (
+    LARGEST_EXPONENT,
+    SHIFT,
+    PairLevel,
+    lowest_of_all,
+    sums_of_gates,
+)
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gradients import SIDES, ValueTiles
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
@@ -190,8 +196,19 @@ def _pairs_kernel(
         i, j = positions()
         return i + zero, j
 
+    def ones(mask: jax.Array) -> jax.Array:
+        return jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+
     def sums(zero: Any, mask: jax.Array) -> jax.Array:
-        return sums_of_gates(g_tiles.at[zero], mask)  # [C, 64]
+        return sums_of_gates(g_tiles.at[zero], ones(mask))  # [C, 64]
+
+    # Masks are compared element by element here: made from bits (`ColumnRanges`), which the forward's kernel gains from,
+    # they take a sixth fewer instructions, and the kernel 1.90 ms instead of 1.71 ms (H200, H96 T8192 D128).
+
+    def exponents(zero: Any, now: PairLevel) -> jax.Array:
+        i, j = positions_at(zero)
+        first, end = now.exponents(i)
+        return sums(zero, (j >= first) & (j < end))
 
     for source, target in (
         (q_ref.at[b, tokens, h, channels], qk_tiles.at[0]),
@@ -205,23 +222,22 @@ def _pairs_kernel(
     plgpu.commit_smem()
 
     def lowest_exponents(index: Any, level: int) -> tuple[jax.Array, jax.Array]:
-        """The lowest exponent of each row from where a level scales it to, and whether any is too low."""
+        """The lowest exponent of each row from where a level scales it to, and of all of them."""
         zero = opaque_zero(n + index)
-        lowest = jnp.min(sums(zero, PairLevel.of(jnp.int32(level)).exponents(*positions_at(zero))), axis=1)
-        return lowest, any_too_low(lowest, sum_tile)
+        of_rows = jnp.min(exponents(zero, PairLevel.of(jnp.int32(level))), axis=1)
+        return of_rows, lowest_of_all(of_rows, sum_tile)
 
-    in_chunk, too_low = lowest_exponents(0, 0)
-    none = in_chunk, jnp.int32(0)
-    in_block, too_low_in_block = lax.fori_loop(0, too_low, lambda once, _: lowest_exponents(once, 1), none)
+    in_chunk, lowest = lowest_exponents(0, 0)
+    more = jnp.where(PairLevel.count(lowest, 0.0) > 1, 1, 0)
+    in_block, lowest_in_block = lax.fori_loop(0, more, lambda once, _: lowest_exponents(once, 1), (in_chunk, lowest))
     plgpu.barrier_wait(full)
 
     def one_level(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Adds the pairs of a `PairLevel`."""
         zero = opaque_zero(n + level)
         now = PairLevel.of(level)
-        i, j = positions_at(zero)
-        exponent = sums(zero, now.exponents(i, j))
-        exponent = jnp.maximum(exponent, jnp.where(now.from_start, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E))
+        least = jnp.where(now.from_start, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E)
+        exponent = jnp.maximum(exponents(zero, now), least) + jnp.where(now.shifts(lowest), SHIFT, 0.0)
         by_row, by_column = jnp.exp2(exponent), jnp.exp2(exponent * jnp.where(now.from_start, -1.0, 1.0))  # [C, 64]
         columns = column_tiles.at[zero]
         store_hi_lo(columns, split_hi_lo(load(qk_tiles.at[zero + 1]) * load_along_rows(beta_tile, SQUARE) * by_column))
@@ -233,10 +249,10 @@ def _pairs_kernel(
             rows, pairs_hi_lo = row_tiles.at[zero], pair_tiles.at[zero]
             store_hi_lo(rows, split_hi_lo(load(qk_tiles.at[zero + which]) * by_row))
             keep_order()
-            i, j = positions_at(zero)
-            mask = now.pairs(i, j, in_chunk, in_block)
             pairs = load_in_register_order(pairs_ref.at[b, hv, n, which])
-            store_hi_lo(pairs_hi_lo, split_hi_lo(jnp.where(mask, pairs, 0.0)))
+            i, j = positions_at(zero)
+            first, end = now.pairs(i, in_chunk, in_block)
+            store_hi_lo(pairs_hi_lo, split_hi_lo(jnp.where((j >= first) & (j < end), pairs, 0.0)))
             plgpu.commit_smem()
 
             of_rows = of_rows + by_row * bf16x3_product(pairs_hi_lo, columns)
@@ -248,7 +264,7 @@ def _pairs_kernel(
         return lax.fori_loop(0, 2, of_queries_or_keys, gradients)
 
     nothing = zeros()
-    levels = PairLevel.count(too_low, too_low_in_block)
+    levels = PairLevel.count(lowest, lowest_in_block)
     d_q, d_k, d_columns = lax.fori_loop(0, levels, one_level, (nothing, nothing, nothing))
 
     zero = opaque_zero(n + CHUNK)
@@ -288,8 +304,7 @@ def _pairs_kernel(
 
     def add_sums(sum_: Accumulator) -> None:
         for mask, tiles in ((j >= i, rows), (j < i, columns)):
-            ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
-            sum_.add(jnp.concatenate([ones, ones], axis=1), tiles)
+            sum_.add(jnp.concatenate([ones(mask), ones(mask)], axis=1), tiles)
 
     d_g = product(SQUARE, add_sums)
     d_g_ref.at[b, tokens, hv, channels][...] = d_g + load_along_columns(end_tile, SQUARE)

@@ -10,7 +10,7 @@ kernels where this kernel and two transposes take 16 us, and a product whose tun
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,15 @@ from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.registers import WGMMA, load_along_columns, split_hi_lo, store, upcast
 from tilewright.pallas.gpu.wgmma import Accumulator, product
 
-# One gate per channel: where gates sum to more than this exponent of 2 in a chunk, its pairs of tokens are taken in
-# levels, of blocks of tokens (`PairLevel`). bfloat16 has exponents to 127, and the lo part of a number is 2^-9 of it.
-LARGEST_EXPONENT = 115.0
-_BLOCK = 32
-# The first level that takes the second half of a block with its first, and the number of levels.
-_BETWEEN, _LEVELS = 2, 9
+# One gate per channel: a product has what gates sum to, as an exponent of 2, on one side, and its negative on the other.
+# bfloat16 has exponents to 127, and the lo part of a number is 2^-9 of it: so either side may have 115 below one. Both
+# sides times a power of 2, SHIFT and -SHIFT, which changes no bit of the product, have so much more.
+BELOW_ONE = 115.0
+SHIFT = 80.0
+LARGEST_EXPONENT = BELOW_ONE + SHIFT
+"""Where gates sum to more than this in a chunk, its pairs of tokens are taken in levels (`PairLevel`)."""
+_BLOCK = 16
+_INSIDE, _LEVELS = 4, 9  # The first level of halves of blocks, and the number of all.
 
 
 def _gates_kernel(
@@ -131,10 +134,13 @@ def channel_gates(call: DeltaRuleCall) -> jax.Array:
     return padded(in_chunks(g.astype(jnp.float32)), 3, TILE)
 
 
-def sums_of_gates(g_hi_lo: Any, mask: jax.Array) -> jax.Array:
-    """The sums [C, 64] of the gates, a bf16x2 tile, of those tokens j that the mask [C, C] has for i."""
-    ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+def sums_of_gates(g_hi_lo: Any, ones: jax.Array) -> jax.Array:
+    """The sums [C, 64] of the gates, a bf16x2 tile, of those tokens j for which `ones` [C, C] has a one in row i."""
     return product(SQUARE, lambda sum_: sum_.add(jnp.concatenate([ones, ones], axis=1), g_hi_lo))
+
+
+Range = tuple[jax.Array, jax.Array]
+"""For each token i, the first token j and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +151,16 @@ class PairLevel:
     the level scales to:
 
     - level 0: all pairs, scaled to the chunk's start;
-    - of rows that decayed too far from there, level 1: pairs in the same block of 32, scaled to its start; level 2: the
-      second block with the first, both scaled to the middle, so that exponents are at most 0;
-    - of rows that decayed too far from their block's start, level 3 and on: the second half of a block of 32, 16, 8, 4
-      and 2 with its first, scaled to its middle; the token itself.
+    - of rows that decayed too far from there, level 1: pairs in the same block of 16, scaled to its start; levels 2 and 3:
+      the second half of a block of 64 and 32 with its first, both scaled to the middle, so that exponents are at most 0;
+    - of rows that decayed too far from their block's start, level 4 and on: the same with blocks of 16, 8, 4 and 2; the
+      token itself.
 
     Which levels a row takes part in depends on tokens up to it alone.
     """
+
+    BETWEEN: ClassVar[int] = 2
+    """The first level that takes the second half of a block with its first."""
 
     level: Any
     from_start: Any
@@ -161,41 +170,49 @@ class PairLevel:
 
     @staticmethod
     def of(level: Any) -> "PairLevel":
-        half = lax.shift_right_logical(_BLOCK, jnp.maximum(level - _BETWEEN, 0))
-        from_start = level < _BETWEEN
-        return PairLevel(level, from_start, jnp.where(level == 0, CHUNK, jnp.where(level < _BETWEEN, _BLOCK, half)))
+        half = lax.shift_right_logical(CHUNK // 2, jnp.maximum(level - PairLevel.BETWEEN, 0))
+        from_start = level < PairLevel.BETWEEN
+        return PairLevel(
+            level, from_start, jnp.where(level == 0, CHUNK, jnp.where(level < PairLevel.BETWEEN, _BLOCK, half))
+        )
 
     @staticmethod
-    def count(in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
-        """The levels of a chunk where rows decay too far from the chunk's start, or from their block's (0 or 1)."""
-        return jnp.where(in_block > 0, _LEVELS, jnp.where(in_chunk > 0, _BETWEEN + 1, 1))
+    def count(in_chunk: Any, in_block: Any) -> jax.Array:
+        """The levels of a chunk, by the lowest exponents of its rows from the chunk's start, and from their block's."""
+        of_decayed = jnp.where(in_block < -LARGEST_EXPONENT, _LEVELS, _INSIDE)
+        return jnp.where(in_chunk < -LARGEST_EXPONENT, of_decayed, 1)
 
-    # Both masks are ranges of j for each i: two comparisons per pair, and the rest once per row.
+    def shifts(self, lowest: Any) -> jax.Array:
+        """Whether exponents are shifted, given the lowest: in every block of 16, and in a chunk that has to be."""
+        return self.from_start & ((self.level > 0) | (lowest < -BELOW_ONE))
 
-    def exponents(self, i: jax.Array, j: jax.Array) -> jax.Array:
+    # Either range has the shape of i: [C], or [C, C].
+
+    def exponents(self, i: jax.Array) -> Range:
         """The tokens j whose gates lie between i and the point that it is scaled to."""
         start = i & -self.size
         upward = self.from_start | ((i & self.size) != 0)
-        return (j >= jnp.where(upward, start, i + 1)) & (j < jnp.where(upward, i + 1, start + self.size))
+        return jnp.where(upward, start, i + 1), jnp.where(upward, i + 1, start + self.size)
 
-    def pairs(self, i: jax.Array, j: jax.Array, in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
-        """The pairs [C, C] of this level, by each row's lowest exponents from the start of the chunk and its block."""
+    def pairs(self, i: jax.Array, in_chunk: jax.Array, in_block: jax.Array) -> Range:
+        """The tokens j that i is paired with, by the lowest exponents [C] of each i from its chunk's and block's start."""
         in_chunk, in_block = (jnp.where(lowest < -LARGEST_EXPONENT, 1, 0) for lowest in (in_chunk, in_block))
         # A row that decayed too far in its block has done so in the chunk, but for positive gates before it.
-        of_decayed = jnp.where(self.level == 1, 1 - in_block, jnp.where(self.level > _BETWEEN, in_block, 1))
+        of_decayed = jnp.where(self.level == 1, 1 - in_block, jnp.where(self.level >= _INSIDE, in_block, 1))
         rows = jnp.where(self.level == 0, 1 - in_chunk, in_chunk * of_decayed)
+        rows = rows if i.ndim == 1 else lax.broadcast_in_dim(rows, SQUARE, [0])
         start, itself = i & -self.size, self.size == 0
         first = jnp.where(self.from_start, start, jnp.where(itself, i, start - self.size))
         end = jnp.where(self.from_start | itself, i + 1, jnp.where((i & self.size) != 0, start, 0))
-        return (j >= first) & (j < jnp.where(lax.broadcast_in_dim(rows, SQUARE, [0]) > 0, end, 0))
+        return first, jnp.where(rows > 0, end, 0)
 
 
-def any_too_low(lowest: jax.Array, scratch: Any) -> jax.Array:
-    """Whether the exponent of any row [C] is too low (0 or 1), as a scalar that all warps have. `scratch` is [C]."""
+def lowest_of_all(lowest: jax.Array, scratch: Any) -> jax.Array:
+    """The lowest exponent of all rows, given that of each [C], as a scalar that all warps have. `scratch` is [C]."""
     scratch[...] = lowest
     plgpu.commit_smem()
     of_all = jnp.min(load_along_columns(scratch, SQUARE), axis=1)
     plgpu.commit_smem()
     scratch[...] = of_all
     plgpu.commit_smem()
-    return jnp.where(scratch[0] < -LARGEST_EXPONENT, 1, 0)
+    return scratch[0]

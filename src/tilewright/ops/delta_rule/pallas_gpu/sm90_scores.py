@@ -8,27 +8,33 @@ With G_id the sum of g over the tokens of the chunk up to i,
 
 exp(G_i - G_j) does not factor without overflow. While G falls by less than 80 in the chunk, that is for gates of -1.25,
 both sides are scaled to the chunk's start: q_i exp(G_i) and k_j exp(-G_j), whose exponent is positive. The rows are
-then q_in and k_in, too. Rows for which G falls further take more levels (`PairLevel`): blocks of 32 tokens, and halves
-of 32, 16, 8, 4, 2 and 1. A loop has one level where no row of the chunk needs more, three, or nine. Which levels a row
-takes depends on tokens up to it alone: on its own G, which is the lowest so far unless positive gates brought it back.
+then q_in and k_in, too. While it falls by less than 135, for gates of -2.1, the rows are stored a second time, times a
+power of 2, and the columns times its inverse: the same bits, as exponents that bfloat16 has. Rows for which G falls
+further take more levels (`PairLevel`): blocks of 16 tokens, and halves of 64, 32, 16, 8, 4 and 2. A loop has one level
+where no row of the chunk needs more, four, or nine. Which levels a row takes depends on tokens up to it alone: on its own
+G, which is the lowest so far unless positive gates brought it back.
 
 Sums of gates are bf16x2 products of the tensor cores with zeros and ones: nothing is a difference of two sums.
 
 Numerics: rounded once are k and q as S meets them, and k in A, since they add less than half of the rounding of o. q in
 P, k in P, and k as it goes into S are split.
 
-What brought this kernel from 3.7 ms to 1.0 ms, on an H200 (driver 580.159.04, jax 0.11.2), H96 T8192 D128:
+What brought this kernel from 3.7 ms to 0.88 ms, on an H200 (driver 580.159.04, jax 0.11.2), H96 T8192 D128:
 - levels in loops instead of unrolled: 2.8 ms (12,600 instructions of PTX do not stay in the instruction cache);
 - no addresses and masks kept from before the loops (`tiles_at`): 1.7 ms (a thread spilled 750 bytes, and the shared
   memory leaves 20 KB of cache for that);
-- blocks of 32 tokens instead of 16: 1.4 ms; of 64: 1.0 ms. Stronger gates pay for it: with a mean of -1.6, 1.7 ms
-  instead of 1.3 ms; of -4, 3.7 ms instead of 2.8 ms;
-- an eighth fewer instructions, by masks that are ranges and a reciprocal without a division: 0.03 ms. Three warps per
-  scheduler do not hide latency; 9 % of the time is that of g.
+- blocks of 32 tokens instead of 16: 1.4 ms; of 64: 1.0 ms;
+- an eighth fewer instructions, by masks that are ranges: 0.03 ms. Three warps per scheduler do not hide latency; 9 % of
+  the time is that of g;
+- sums of gates from a bit per token (`ColumnRanges`), and the approximate reciprocal instead of the square of that of a
+  square root, which checks its range: 0.95 to 0.88 ms.
+The whole forward with stronger gates, before and after the shift and blocks of 16 in place of 32: 1.96 and 1.54 ms for a
+mean of -1.6, 3.63 and 2.19 ms for -4.5, 3.60 and 3.37 ms for -12.
 
 Tried and dropped:
 - two chunks per thread block instead of three: 1.8 ms where three took 1.7 ms;
-- blocks of 64 with the levels of 32 and less in code of their own: 490 bytes spilled, 1.4 ms;
+- level 0, and the blocks of 16, in code of their own: 0.91 ms where one loop takes 0.88 ms with mild gates, 1.63 and
+  1.66 ms with a mean of -4.5, 2.63 and 2.83 ms with -12;
 - prefetches into the L2 cache: of what a later thread block reads, 1.05 to 1.07 ms; of what the state kernel reads two
   chunks later, the state kernel takes 0.58 ms instead of 0.50 ms.
 """
@@ -44,7 +50,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.ops.delta_rule.gates import LOWEST_GATE
-from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import LARGEST_EXPONENT, PairLevel, any_too_low, sums_of_gates
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import (
+    BELOW_ONE,
+    SHIFT,
+    PairLevel,
+    lowest_of_all,
+    sums_of_gates,
+)
 from tilewright.ops.delta_rule.pallas_gpu.sm90_inverse import invert
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
@@ -63,12 +75,15 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     positions,
     query_head,
     store_hi_lo,
+    tokens_of_chunk,
     zeros,
 )
+from tilewright.pallas.gpu.elementwise import reciprocal
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.registers import (
     LOG2_E,
     WGMMA,
+    ColumnRanges,
     load_along_columns,
     load_along_rows,
     opaque_zero,
@@ -84,10 +99,9 @@ _split = functools.partial(split_hi_lo, widen=upcast_elements)
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Positions in a square of tokens, and the tiles of one warpgroup."""
+    """The tokens of a chunk, and the tiles of one warpgroup."""
 
-    i: Any  # [C, C]
-    j: Any  # [C, C]
+    i: Any  # [C]
     q: Any  # [C, 64]
     k: Any  # [C, 64]
     g_hi_lo: Any  # [2 C, 64]
@@ -131,41 +145,61 @@ def _scores_kernel(
         def tiles_at(index: Any) -> _Tiles:
             """Addresses and masks, recomputed wherever they are used: registers are scarce."""
             zero = opaque_zero(n + index)
-            i, j = positions()
-            which = warpgroup + zero
             tiles = (q_tiles, k_tiles, g_tiles, row_tiles, column_tiles)
-            return _Tiles(i + zero, j, *(each.at[which] for each in tiles))
+            return _Tiles(tokens_of_chunk() + zero, *(each.at[warpgroup + zero] for each in tiles))
 
-        def scores(at: _Tiles, kk: jax.Array, qk: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def scores(at: _Tiles, pairs: ColumnRanges, kk: jax.Array, qk: jax.Array) -> tuple[jax.Array, jax.Array]:
             rows, columns = at.rows, at.columns
             plgpu.commit_smem()
             more = product(SQUARE, lambda sum_: sum_.add(rows.at[k_rows], transposed(columns.at[HI])))  # [C, C]
-            kk = kk + jnp.where(mask, more, 0.0)
+            kk = kk + pairs.keep(more)
             more = bf16x3_product(rows, columns, right=transposed)
             plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
-            return kk, qk + jnp.where(mask, more, 0.0)
+            return kk, qk + pairs.keep(more)
 
         def add_level(
-            d: Any, level: Any, exponents: tuple[jax.Array, jax.Array], sums: tuple[jax.Array, jax.Array]
+            at: _Tiles, d: Any, level: Any, exponents: tuple[jax.Array, jax.Array], sums: tuple[jax.Array, jax.Array]
         ) -> Any:
-            """Adds a level's scores to the sums. Returns each row's lowest exponents too, of it and of the first two."""
-            at, now = tiles_at(d + level), PairLevel.of(level)
-            exponent = sums_of_gates(at.g_hi_lo, now.exponents(at.i, at.j))
-            lowest = jnp.min(exponent, axis=1)
-            exponents = jnp.where(level == 0, lowest, exponents[0]), jnp.where(level == 1, lowest, exponents[1])
-            decay = jnp.exp2(exponent)
-            # What the copies of level 0 read is written again.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store_hi_lo(at.rows, _split(load(at.q) * decay))
-            keep_order()
-            at.rows[k_rows] = (load(at.k) * decay).astype(jnp.bfloat16)
-            keep_order()
-            # A reciprocal: a division would check its range, at six more instructions.
-            root = lax.rsqrt(jnp.maximum(decay, 2.0**-LARGEST_EXPONENT))
-            decay = jnp.where(now.from_start, root * root, decay)
-            store_hi_lo(at.columns, _split(load(at.k) * decay))
+            """Adds a level's scores to the sums. Returns the lowest exponents too: of all rows, and of each row in the
+            first two levels.
+            """
+            now, channels = PairLevel.of(level), pl.ds(d * TILE, TILE)
+
+            def store_rows(decay: jax.Array) -> None:
+                store_hi_lo(at.rows, _split(load(at.q) * decay))
+                keep_order()
+                at.rows[k_rows] = (load(at.k) * decay).astype(jnp.bfloat16)
+                plgpu.commit_smem()
+
+            exponent = sums_of_gates(at.g_hi_lo, ColumnRanges(*now.exponents(at.i)).ones())
+            of_rows = jnp.min(exponent, axis=1)
+            exponents = jnp.where(level == 0, of_rows, exponents[0]), jnp.where(level == 1, of_rows, exponents[1])
+            decay = jnp.exp2(exponent + jnp.where(level == 1, SHIFT, 0.0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # What the copies of level 0 read is written again.
+            store_rows(decay)
+            lowest = lowest_of_all(of_rows, lowest_tiles.at[warpgroup])
+
+            @pl.when(level == 0)
+            def _copy_out():
+                # The rows are scaled with their decay from the chunk's start: as S meets them.
+                plgpu.copy_smem_to_gmem(at.rows.at[HI], q_in_ref.at[b, tokens, hv, channels])
+                plgpu.copy_smem_to_gmem(at.rows.at[k_rows], k_in_ref.at[b, tokens, hv, channels])
+
+            def shift(n: Any, _: jax.Array) -> jax.Array:
+                """Stores the rows again. Those that need no shift get the same bits, shifted."""
+                at = tiles_at(d + n)
+                exponent = sums_of_gates(at.g_hi_lo, ColumnRanges(*now.exponents(at.i)).ones())
+                low = exponent < -BELOW_ONE
+                decay = jnp.exp2(jnp.where(low, exponent + SHIFT, exponent)) * jnp.where(low, 1.0, 2.0**SHIFT)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                store_rows(decay)
+                return decay
+
+            decay = lax.fori_loop(0, jnp.where((level == 0) & (lowest < -BELOW_ONE), 1, 0), shift, decay)
+            inverse = reciprocal(jnp.maximum(decay, 2.0**-BELOW_ONE), WGMMA)
+            store_hi_lo(at.columns, _split(load(at.k) * jnp.where(now.from_start, inverse, decay)))
             at = tiles_at(d + level + CHUNK)
-            return lowest, exponents, scores(at, *sums, now.pairs(at.i, at.j, *exponents))
+            return lowest, exponents, scores(at, ColumnRanges(*now.pairs(at.i, *exponents)), *sums)
 
         def add_channels(d: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             """Adds the scores over the d-th 64 key channels, and writes those channels of the scaled operands."""
@@ -186,18 +220,10 @@ def _scores_kernel(
 
             def next_level(carry: Any) -> Any:
                 level, levels, exponents, sums = carry
-                lowest, exponents, sums = add_level(d, level, exponents, sums)
-
-                @pl.when(level == 0)
-                def _copy_out():
-                    # The rows are scaled with their decay from the chunk's start: as S meets them.
-                    plgpu.copy_smem_to_gmem(at.rows.at[HI], q_in_ref.at[b, tokens, hv, channels])
-                    plgpu.copy_smem_to_gmem(at.rows.at[k_rows], k_in_ref.at[b, tokens, hv, channels])
-
-                too_low = any_too_low(lowest, lowest_tiles.at[warpgroup])
+                lowest, exponents, sums = add_level(tiles_at(d + level), d, level, exponents, sums)
                 # Level 0 tells which rows decay too far in the chunk; level 1, which runs if some do, which in a block.
-                levels = jnp.where(level == 0, PairLevel.count(too_low, jnp.int32(0)), levels)
-                levels = jnp.where(level == 1, PairLevel.count(jnp.int32(1), too_low), levels)
+                levels = jnp.where(level == 0, PairLevel.count(lowest, 0.0), levels)
+                levels = jnp.where(level == 1, PairLevel.count(-jnp.inf, lowest), levels)
                 return level + 1, levels, exponents, sums
 
             unknown = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), WGMMA.reduce(1))
@@ -205,7 +231,8 @@ def _scores_kernel(
             _, _, _, sums = lax.while_loop(lambda carry: carry[0] < carry[1], next_level, first)
 
             at = tiles_at(d + CHUNK)
-            out = jnp.exp2(sums_of_gates(at.g_hi_lo, at.j > at.i)) * load_along_rows(beta_tiles.at[warpgroup], SQUARE)
+            after = ColumnRanges(at.i + 1, jnp.full_like(at.i, CHUNK)).ones()
+            out = jnp.exp2(sums_of_gates(at.g_hi_lo, after)) * load_along_rows(beta_tiles.at[warpgroup], SQUARE)
             store_hi_lo(at.columns, _split(load(at.k) * out))
             plgpu.commit_smem()
             lo_channels = pl.ds(depth + d * TILE, TILE)
@@ -226,8 +253,9 @@ def _scores_kernel(
         at, beta = tiles_at(0), beta_tiles.at[warpgroup]
         store_hi_lo(at.rows, _split(qk * load_along_columns(beta, SQUARE)))
         write(p_ref, at.rows)
-        lower = jnp.where(at.i > at.j, kk * load_along_columns(beta, SQUARE), 0.0)
-        store_hi_lo(at.columns, _split(invert(lower, at.i, at.j, at.g_hi_lo, at.columns, upcast_elements)))
+        i, j = positions()
+        lower = jnp.where(i > j, kk * load_along_columns(beta, SQUARE), 0.0)
+        store_hi_lo(at.columns, _split(invert(lower, i, j, at.g_hi_lo, at.columns, upcast_elements)))
         write(inverse_ref, at.columns)
         plgpu.wait_smem_to_gmem(0)
 

@@ -206,6 +206,11 @@ def positions() -> tuple[jax.Array, jax.Array]:
     return i, j  # [C, C] each
 
 
+def tokens_of_chunk() -> jax.Array:
+    """The number of each row's token, [C]."""
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=WGMMA.reduce(1))
+
+
 def decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
     """exp(G_i - G_j) where i >= j, else 0, of a chunk's gates."""
     coarse, fine = (

@@ -16,6 +16,7 @@ from tilewright.ops.attention.api import flash_attention as flash_attention
 from tilewright.ops.attention.decode.api import decode_attention as decode_attention
 from tilewright.ops.attention.decode.api import paged_attention as paged_attention
 from tilewright.ops.attention.decode_qkv.api import decode_qkv as decode_qkv
+from tilewright.ops.attention.decode_residual.api import decode_residual as decode_residual
 from tilewright.ops.delta_rule.api import delta_rule as delta_rule
 from tilewright.ops.delta_rule.api import gated_delta_rule as gated_delta_rule
 from tilewright.ops.delta_rule.api import gdn_gate as gdn_gate

@@ -25,7 +25,18 @@ from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import explicit_axes, placed, run_on_parts
 from tilewright.core.quantized import QuantizedArray
 from tilewright.core.segments import segment_starts
-from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, norm, placed_state, project, split_heads
+from tilewright.layers.layer import (
+    Layer,
+    Leaf,
+    Parameter,
+    Residual,
+    Tensors,
+    linear,
+    norm,
+    placed_state,
+    project,
+    split_heads,
+)
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.attention.decode_qkv.api import decode_qkv, has_kernel
@@ -61,6 +72,7 @@ class AttentionState:
     values: Leaf  # [B, S, KV, C]
     first: Leaf = None  # [B] int32, where the last token's segment starts; None where no segments were given
     length: Leaf = None  # int32, or [B], the number of tokens in a fixed cache; None in a grown cache, which holds S
+    next_length: Leaf = None  # length + 1, where a loop over layers has it, so that none of them computes it again
 
     def with_capacity(self, capacity: int) -> "AttentionState":
         """Converts a grown cache to a fixed one with room for `capacity` tokens in total."""
@@ -220,8 +232,8 @@ class Attention(Layer[AttentionWeights]):
         b, t, _ = x.shape
         if state is not None:
             self._check_state(state, x)
-        if segment_ids is None and (decoded := self._decoded(weights, x, state)) is not None:
-            o, after = decoded
+        if segment_ids is None and (token := self._token(weights, x, state)) is not None:
+            o, after = self._decoded(*token, state)
             return self._projected(weights, x, o), after
         length = 0 if state is None else state.keys.shape[1] if state.length is None else state.length
         positions = cache_positions(length, t)  # [T], or [B, T]
@@ -256,20 +268,33 @@ class Attention(Layer[AttentionWeights]):
             o, after = _attend_fixed(q, k, v, state, positions, runs, implementation)
         return self._projected(weights, x, o), after
 
+    def can_decode(self, weights: Any, x: jax.Array, state: Any, residual: Residual) -> bool:
+        return self._token(weights, x, state) is not None and residual.takes(weights.o_proj)
+
+    def decode(
+        self, weights: Any, x: Float[Array, "B 1 D"], state: Any, residual: Residual
+    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B 1 D"], AttentionState]:
+        """See `Layer.decode`."""
+        token = self._token(weights, x, state)
+        assert token is not None
+        o, after = self._decoded(*token, state)
+        return *residual.plus(self._gated(weights, x, o), weights.o_proj), after
+
     def _projected(self, weights: Any, x: jax.Array, o: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
-        """What attention gives as the layer's output, gated where it is."""
+        """What attention gives as the layer's output."""
+        return placed(project(self._gated(weights, x, o), weights.o_proj), explicit_axes(x))
+
+    def _gated(self, weights: Any, x: jax.Array, o: Float[Array, "B T H C"]) -> Float[Array, "B T E"]:
+        """What attention gives with its heads side by side, gated where it is."""
         o = o.reshape(*o.shape[:2], self.num_heads * self.head_dim)
         if self.gated:
             gate = placed(project(x, weights.gate_proj), explicit_axes(o))
             gate = jax.nn.sigmoid(gate.astype(accumulator(x.dtype)))
             o = (o.astype(gate.dtype) * gate).astype(x.dtype)
-        return placed(project(o, weights.o_proj), explicit_axes(x))
+        return o
 
-    def _decoded(self, weights: Any, x: jax.Array, state: Any) -> tuple[Float[Array, "B T H C"], AttentionState] | None:
-        """Attention of a single token over its fixed cache, and the cache, where `decode_qkv` has a kernel for it.
-
-        Past the capacity nothing is written, and `decode_attention` gives NaN.
-        """
+    def _token(self, weights: Any, x: jax.Array, state: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of `decode_qkv` for a single token over its fixed cache, where it has a kernel for it."""
         if x.shape[1] != 1 or state is None or state.length is None or state.first is not None:
             return None
         stacked, projections = isinstance(state.keys, StackedCache), (weights.q_proj, weights.k_proj, weights.v_proj)
@@ -290,13 +315,21 @@ class Attention(Layer[AttentionWeights]):
             "scaling": self.rope_scaling,
             "rotary_dim": self.rotated,
         }
-        if not has_kernel(*arguments, **options):
-            return None
+        return (arguments, options) if has_kernel(*arguments, **options) else None
+
+    def _decoded(
+        self, arguments: tuple[Any, ...], options: dict[str, Any], state: Any
+    ) -> tuple[Float[Array, "B T H C"], AttentionState]:
+        """Attention of a single token over its fixed cache, and the cache.
+
+        Past the capacity nothing is written, and `decode_attention` gives NaN.
+        """
         q, keys, values = decode_qkv(*arguments, **options)
-        if stacked:
+        if isinstance(state.keys, StackedCache):
             keys, values = (StackedCache(stack, state.keys.layer) for stack in (keys, values))
-        after = AttentionState(keys, values, None, state.length + 1)
-        o = decode_attention(q[:, None], held(keys), held(values), jnp.broadcast_to(after.length, x.shape[:1]))
+        length = state.length + 1 if state.next_length is None else state.next_length
+        after = AttentionState(keys, values, None, length)
+        o = decode_attention(q[:, None], held(keys), held(values), jnp.broadcast_to(after.length, q.shape[:1]))
         assert isinstance(o, jax.Array)
         return o, after
 

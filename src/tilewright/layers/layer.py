@@ -16,6 +16,7 @@ from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.partitioning import axes_named, explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, quantize
 from tilewright.core.target import current_chip
+from tilewright.ops.attention.decode_residual.api import decode_residual, has_kernel
 from tilewright.ops.matmul.api import matmul
 
 _INT4_BLOCK = 128
@@ -98,6 +99,28 @@ def _is_decoded(x: jax.Array, w: jax.Array) -> bool:
     rows = math.prod(x.shape[:-1])
     few = isinstance(rows, int) and rows <= _FEW_ROWS and x.dtype == jnp.bfloat16  # Symbolic sizes may be any.
     return few and not any(size % _WHOLE for size in w.shape) and current_chip((x, w)).platform == "gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """The residual stream that a layer's output is added to while single tokens are decoded, and the norm behind it."""
+
+    x: Leaf  # [B, 1, D]
+    norm: Leaf  # [D]
+    eps: float
+    norm_offset: float
+
+    def takes(self, w: Any) -> bool:
+        """Whether a kernel adds a product with w [F, D]. Its other factor would be of x's dtype."""
+        if isinstance(w, QuantizedArray) or w.dtype != self.x.dtype:
+            return False
+        h = jnp.zeros((self.x.shape[0], w.shape[0]), w.dtype)  # Only its shape is looked at.
+        return has_kernel(h, w, self.x[:, 0], self.norm, eps=self.eps, norm_offset=self.norm_offset)
+
+    def plus(self, h: Float[Array, "B 1 F"], w: Float[Array, "F D"]) -> tuple[jax.Array, jax.Array]:
+        """x + h w and its norm, [B, 1, D] each."""
+        y, normed = decode_residual(h[:, 0], w, self.x[:, 0], self.norm, eps=self.eps, norm_offset=self.norm_offset)
+        return y[:, None], normed[:, None]
 
 
 def _without(axes: tuple[str, ...], *used: tuple[str, ...]) -> tuple[str, ...]:
@@ -204,6 +227,17 @@ class Layer[W]:
         """
         changed = {name: quantized_weight(getattr(weights, name), dtype) for name in self.quantizable}
         return dataclasses.replace(weights, **{name: value for name, value in changed.items() if value is not None})  # type: ignore[type-var]
+
+    def can_decode(self, weights: W, x: jax.Array, state: Any, residual: Residual) -> bool:
+        """Whether `decode` takes these: one token per row on a device that has kernels for it."""
+        return False
+
+    def decode(self, weights: W, x: jax.Array, state: Any, residual: Residual) -> tuple[jax.Array, jax.Array, Any]:
+        """The residual stream after this layer's output for x [B, 1, D] is added to it, its norm, and the state.
+
+        The same as `apply`, a sum and a norm, in fewer kernels. `can_decode` has to hold.
+        """
+        raise NotImplementedError
 
     def check_weights(self, weights: Any) -> None:
         """Raises where the weights are not this layer's."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray
-from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, project, quantized_weight
+from tilewright.layers.layer import Layer, Leaf, Parameter, Residual, Tensors, linear, project, quantized_weight
 from tilewright.ops.matmul.api import matmul
 
 
@@ -90,3 +90,15 @@ class MLP(Layer[MLPWeights]):
             x_whole = x
         h = matmul(x_whole, w, activation="swiglu", implementation=implementation)  # [B, T, F]
         return placed(project(h, weights.down), explicit_axes(x)), None
+
+    def can_decode(self, weights: Any, x: jax.Array, state: None, residual: Residual) -> bool:
+        gate_up = weights.gate_up
+        is_plain = not isinstance(gate_up, QuantizedArray) and gate_up.dtype == x.dtype
+        return is_plain and x.shape[1] == 1 and residual.takes(weights.down)
+
+    def decode(
+        self, weights: Any, x: Float[Array, "B 1 D"], state: None, residual: Residual
+    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B 1 D"], None]:
+        """See `Layer.decode`."""
+        h = matmul(x, weights.gate_up, activation="swiglu")  # [B, 1, F]
+        return *residual.plus(h, weights.down), None

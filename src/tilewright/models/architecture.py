@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.attention import StackedCache, layer_of
-from tilewright.layers.layer import Layer, Leaf, project
+from tilewright.layers.layer import Layer, Leaf, Residual, project
 from tilewright.layers.moe import Routing
 from tilewright.ops.norm.api import rms_norm
 from tilewright.parallel.mesh import MeshError
@@ -69,6 +69,24 @@ class Block:
         x = x + y
         y, routing = mlp.apply(weights.mlp, rms_norm(x, weights.mlp_norm, eps=self.eps, offset=self.norm_offset))
         return x + y, after, routing
+
+    def can_decode(self, weights: BlockWeights, x: jax.Array, state: Any) -> bool:
+        """Whether `decode` takes these."""
+        mixer, mlp = (self._residual(x, norm) for norm in (weights.mlp_norm, weights.mixer_norm))
+        return self.mixer.can_decode(weights.mixer, x, state, mixer) and self.mlp.can_decode(weights.mlp, x, None, mlp)
+
+    def decode(
+        self, weights: BlockWeights, x: jax.Array, normed: jax.Array, state: Any, following: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """`apply` for one token per row, with the norms at other places: x is given with its norm, `normed`, and is
+        returned with the norm whose weights are `following`.
+        """
+        x, normed, state = self.mixer.decode(weights.mixer, normed, state, self._residual(x, weights.mlp_norm))
+        x, normed, _ = self.mlp.decode(weights.mlp, normed, None, self._residual(x, following))
+        return x, normed, state
+
+    def _residual(self, x: jax.Array, norm: jax.Array) -> Residual:
+        return Residual(x, norm, self.eps, self.norm_offset)
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,14 @@ def _applied(block: Block, weights: BlockWeights, x: jax.Array, state: Any, segm
     return block.apply(weights, x, state, segment_ids)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _decoded(
+    block: Block, weights: BlockWeights, x: jax.Array, normed: jax.Array, state: Any, following: jax.Array
+) -> Any:
+    """`Block.decode`, likewise."""
+    return block.decode(weights, x, normed, state, following)
+
+
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy of `jax.checkpoint` that keeps everything but gathered weights, which would be whole on every device.
 
@@ -188,12 +214,16 @@ def hidden_states(
     # On Explicit mesh axes an update in place would have to say its sharding.
     in_place = states is not None and not any(any(explicit_axes(x)) for x in jax.tree.leaves((weights, ids, states)))
     x = embedded(weights.embedding, ids)  # [B, T, D]
-    after, routings = [], []
+    after, routings, last = [], [], None
     for number, run in enumerate(architecture.runs):
         own = weights.runs[number]
         if in_place:
             assert states is not None
-            x, state = _run_in_place(run, own, x, states[number], segment_ids)
+            before, last = states[number], None  # `last`: x behind the norm of the head, where the run has computed it.
+            if segment_ids is None and _can_decode(architecture, run, own, x, before):
+                x, last, state = _decode_in_place(run, own, x, before, weights.norm)
+            else:
+                x, state = _run_in_place(run, own, x, before, segment_ids)
             after.append(state)
             continue
         if is_staged(own):
@@ -204,7 +234,7 @@ def hidden_states(
             x, state, routing = _run_layers(run, own, x, before, segment_ids, capacity, remat, prefetch)
             after.append(state)
         routings += [each for each in routing if each is not None]
-    x = normed(architecture, weights, x)
+    x = normed(architecture, weights, x) if last is None else last
     return x, None if states is None and capacity is None else tuple(after), routings
 
 
@@ -349,6 +379,56 @@ def _run_in_place(
 
     _, x, stacks = jax.lax.while_loop(lambda carry: carry[0] < run.count, body, (jnp.int32(0), x, stacks))
     return x, stacks
+
+
+def _can_decode(architecture: Architecture, run: Run, weights: Any, x: jax.Array, stacks: Any) -> bool:
+    """Whether every block of a run has the kernels of `Block.decode` for a token per row."""
+
+    def of_block(block: Block, weights: BlockWeights, stack: Any) -> bool:
+        if not hasattr(stack, "caches") or stack.length is None:
+            return False
+        # Only shapes are looked at: the first layer's parts are not computed.
+        own, state = jax.tree.map(lambda leaf: layer_of(leaf, 0), (weights, stack))
+        is_alike = (block.eps, block.norm_offset) == (architecture.eps, architecture.norm_offset)
+        return is_alike and block.can_decode(own, x, state)
+
+    return x.shape[1] == 1 and all(map(of_block, run.pattern, weights, stacks))
+
+
+def _decode_in_place(
+    run: Run, weights: Any, x: jax.Array, stacks: Any, norm: jax.Array
+) -> tuple[jax.Array, jax.Array, Any]:
+    """`_run_in_place` for one token per row, in fewer kernels: x, its norm with the weights `norm`, and the states.
+
+    The kernel that ends a block computes the norm that the next block begins with. Lengths are taken from the first layer
+    of a stack, since all have read the same tokens, and are counted outside of the loop.
+    """
+    following = [own.mixer_norm for own in weights[1:]]
+    others = weights[0].mixer_norm[1:]
+    dtype = jnp.promote_types(others.dtype, norm.dtype)
+    following.append(jnp.concatenate([others.astype(dtype), norm[None].astype(dtype)]))
+    lengths = [{"length": stack.length[0], "next_length": stack.length[0] + 1} for stack in stacks]
+
+    def body(carry: Any) -> Any:
+        index, x, normed, every = carry
+        every = list(every)
+        for position, block in enumerate(run.pattern):
+            own, behind = jax.tree.map(lambda leaf: layer_of(leaf, index), (weights[position], following[position]))
+            caches = {name: StackedCache(cache, index) for name, cache in every[position].items()}
+            before = dataclasses.replace(stacks[position], **lengths[position], **caches)
+            x, normed, after = _decoded(block, own, x, normed, before, behind)
+            every[position] = {name: getattr(after, name).stack for name in caches}
+        return index + 1, x, normed, tuple(every)
+
+    first = run.pattern[0]
+    normed = rms_norm(x, weights[0].mixer_norm[0], eps=first.eps, offset=first.norm_offset)
+    caches = tuple({name: getattr(stack, name) for name in stack.caches} for stack in stacks)
+    start = jnp.int32(0), x, normed, caches
+    _, x, normed, caches = jax.lax.while_loop(lambda carry: carry[0] < run.count, body, start)
+    states = [
+        dataclasses.replace(stack, length=stack.length + 1, **own) for stack, own in zip(stacks, caches, strict=True)
+    ]
+    return x, normed, tuple(states)
 
 
 def room(capacity: int) -> int:

@@ -146,7 +146,7 @@ def test_an_h200_gets_two_kernels_that_work_in_place():
         traced = jax.jit(lambda x, n: decode_qkv(**x, layer=n)).trace(arrays, layer)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert decision.implementation == "pallas_gpu"
-    assert decision.configs == {"forward": DecodeQkvSm90Forward(block_b=16, stages=5, splits=4)}
+    assert decision.configs == {"forward": DecodeQkvSm90Forward(block_b=16, stages=5, splits=8)}
     assert "backward: the gradient of implementation='reference'" in str(decision)
     assert kernels_in(traced.jaxpr) == text.count("stablehlo.custom_call @mosaic_gpu") == 2
     aliased = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", text)

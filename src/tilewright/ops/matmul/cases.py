@@ -73,6 +73,8 @@ CASES: tuple[Case, ...] = (
     _case("wide_float8", 4096, 7168, 16384, w=("float8_e4m3fn", (128, 128)), x=("float8_e4m3fn", (1, 128))),
     _case("wide_int8", 4096, 7168, 16384, w=("int8", None), x=("int8", (1, None))),
     _case("decode", 64, 7168, 16384),
+    _case("decode_swiglu", 64, 2048, 6144, activation="swiglu"),
+    _case("decode_one_swiglu", 1, 2048, 6144, activation="swiglu"),
     _case("decode_int8", 64, 7168, 16384, w=("int8", None)),
     _case("decode_int4", 64, 7168, 16384, w=("int4", (128, 1))),
     _case("decode_float8", 64, 7168, 16384, w=("float8_e4m3fn", (128, 128))),

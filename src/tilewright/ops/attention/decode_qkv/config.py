@@ -6,16 +6,18 @@ _BLOCKS_B = (16, 32, 64)
 
 
 class DecodeQkvSm90Forward(Config):
-    """The tiles of the product with the three weights: 128 of their columns, and `block_b` sequences."""
+    """The tiles of the product of `decode_qkv` with its three weights, and of that of `decode_residual`: 128 columns of the
+    weights, and `block_b` sequences.
+    """
 
     choices = search_over(block_b=_BLOCKS_B, stages=(3, 4, 5), splits=(1, 2, 4, 8, 16))
 
     block_b: int
     """Sequences of a tile: 16, 32 or 64."""
     stages: int
-    """Steps of 128 channels of D in shared memory."""
+    """Steps of 128 channels of x in shared memory."""
     splits: int
-    """Thread blocks that divide D between them."""
+    """Thread blocks that divide the channels of x between them."""
 
     def __post_init__(self) -> None:
         if self.block_b not in _BLOCKS_B:

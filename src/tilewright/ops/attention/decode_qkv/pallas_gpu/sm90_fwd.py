@@ -58,9 +58,21 @@ def _pieces(call: DecodeQkvCall) -> list[tuple[int, int]]:
     return [piece for piece in ((0, half), (half, half), (2 * half, c - 2 * half)) if piece[1]]
 
 
+def product_config(chip: Chip, m: int, k: int, columns: tuple[int, ...]) -> DecodeQkvSm90Forward:
+    """The tiles for x [m, k] and weights of so many columns.
+
+    A single row is not padded with eight splits, or sixteen (pallas/gpu/few_rows.py): the number that is nearest to the
+    best one is taken, since padding is a launch more.
+    """
+    rows, stages, best = chosen_tiles(chip, min(m, TILE_ROWS[-1]), k, sum(columns))
+    sizes = {"chip": chip, "m": m, "k": k, "columns": columns, "rows": rows, "stages": stages}
+    whole = [splits for splits in (8, 16) if FewRows(**sizes, splits=splits).folded]
+    return DecodeQkvSm90Forward(rows, stages, min(whole, key=lambda splits: abs(splits - best), default=best))
+
+
 def _heuristic(chip: Chip, call: DecodeQkvCall) -> DecodeQkvSm90Forward:
     b, d = call.x.shape
-    return DecodeQkvSm90Forward(*chosen_tiles(chip, min(b, TILE_ROWS[-1]), d, sum(_columns(call))))
+    return product_config(chip, b, d, _columns(call))
 
 
 def _unsupported_reason(call: DecodeQkvCall, launch: Launch) -> str | None:

@@ -1,0 +1,130 @@
+"""A token per row on an H200: the kernels of a layer, and values that are those of the plain path."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tilewright
+from tests.ops.composition import able_to_run, kernels_of
+from tilewright.models import generation
+from tilewright.models.architecture import hidden_states, initial_states
+from tilewright.models.config import Config
+from tilewright.models.loading import architecture_of, init
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+ARCHITECTURE = architecture_of(Config(CONFIG))
+
+
+def drawn(dtype="bfloat16", batch=2, quantize=None, architecture=ARCHITECTURE):
+    """Weights whose norms are not ones, and states behind two and zero tokens."""
+    weights = init(CONFIG, jax.random.key(0), dtype=dtype, quantize=quantize).weights
+
+    def perturbed(path, leaf):
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        return (
+            leaf * (1 + 0.3 * jnp.sin(jnp.arange(leaf.size).reshape(leaf.shape))).astype(leaf.dtype)
+            if is_norm
+            else leaf
+        )
+
+    weights = jax.tree_util.tree_map_with_path(perturbed, weights)
+    states = initial_states(architecture, batch, 3, jnp.dtype(dtype))
+    states = jax.tree.map(
+        lambda leaf: (
+            jax.random.normal(jax.random.key(1), leaf.shape).astype(leaf.dtype)
+            if leaf.ndim > 2
+            else jnp.broadcast_to(jnp.arange(batch, dtype=leaf.dtype) * 2 % 3, leaf.shape)
+        ),
+        states,
+    )
+    return weights, states
+
+
+def step(weights, ids, states):
+    return generation.next_logits(ARCHITECTURE, weights, ids, states)
+
+
+def kernels(weights, ids, states):
+    with tilewright.target("h200"):
+        traced = jax.jit(step).trace(weights, ids, states)
+    named = [str(equation.params) for equation in kernels_of(traced.jaxpr.jaxpr)]
+    known = r"decode_qkv_products|decode_residual_products|decode_residual|decode_qkv|decode_attention|matmul_\w+"
+    return [found[0] for each in named if (found := re.search(known, each))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_those_of_the_plain_path(batch):
+    """Two tokens one after the other: logits, caches and lengths."""
+    weights, states = drawn(batch=batch)
+    ids = jnp.arange(batch, dtype=jnp.int32)[:, None] + 5
+    want_states, got_states = states, states
+    for _ in range(2):
+        want, want_states = jax.jit(step)(weights, ids, want_states)
+        with able_to_run("pallas_gpu"), tilewright.target("h200"):
+            got, got_states = jax.jit(step)(weights, ids, got_states)
+        assert jax.tree.structure(got_states) == jax.tree.structure(want_states)
+        scale = np.abs(np.asarray(want)).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=3e-2 * scale)
+        for one, other in zip(jax.tree.leaves(got_states), jax.tree.leaves(want_states), strict=True):
+            one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+            np.testing.assert_allclose(one, other, rtol=0, atol=3e-2 * max(1.0, np.abs(other).max()))
+        ids = ids + 1
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_layer_has_few_kernels(batch):
+    """The loop's body is traced once: the products, what follows them, and attention."""
+    shapes = jax.eval_shape(lambda: drawn(batch=batch))
+    ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    assert kernels(shapes[0], ids, shapes[1]) == [
+        "decode_qkv_products",
+        "decode_qkv",
+        "decode_attention",
+        "decode_residual_products",
+        "decode_residual",
+        "matmul_whole_depth",
+        "decode_residual_products",
+        "decode_residual",
+    ]
+
+
+def test_what_has_no_kernels_goes_on_as_before():
+    ids = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    for changed in ({"dtype": "float32"}, {"quantize": "int8"}, {"batch": 65}):
+        weights, states = jax.eval_shape(lambda changed=changed: drawn(**changed))
+        rows = jax.ShapeDtypeStruct((changed.get("batch", 2), 1), jnp.int32)
+        assert "decode_residual" not in kernels(weights, rows, states), changed
+    weights, states = jax.eval_shape(drawn)
+    assert "decode_residual" not in kernels(weights, jax.ShapeDtypeStruct((2, 2), jnp.int32), states)
+    with tilewright.target("a100"):
+        told = tilewright.explain(step, weights, ids, states)
+    assert "decode_residual" not in [decision.op for decision in told.decisions]
+
+
+def test_norms_of_another_eps_go_on_as_before():
+    """The last layer's kernel computes the model's last norm, with the eps of the blocks."""
+    other = dataclasses.replace(ARCHITECTURE, eps=1e-3)
+    weights, states = jax.eval_shape(drawn)
+    ids = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    with tilewright.target("h200"):
+        told = tilewright.explain(lambda *given: hidden_states(other, *given)[0], weights, ids, states)
+    assert "decode_residual" not in [decision.op for decision in told.decisions]

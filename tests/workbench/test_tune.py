@@ -26,9 +26,10 @@ from tilewright.core.config import Config, search_over
 from tilewright.core.target import target as target_chip
 from tilewright.core.tuned import Entry
 from tilewright.workbench.check import CaseCheck
-from tilewright.workbench.tuning import measure, results, session
+from tilewright.workbench.tuning import crew, results, session
+from tilewright.workbench.tuning.crew import Crew, Pool
 from tilewright.workbench.tuning.estimate import Estimates
-from tilewright.workbench.tuning.measure import Bench, Confirmed, Crew, is_gain, is_slow
+from tilewright.workbench.tuning.measure import Bench, Confirmed, is_gain, is_slow
 from tilewright.workbench.tuning.search import Budget, Outcome, Search
 from tilewright.workbench.tuning.space import Space, dominates
 from tilewright.workbench.tuning.target import Target, targets
@@ -100,6 +101,27 @@ def test_two_fields_that_must_change_together_are_found_by_the_last_sweep() -> N
     assert searched(cost)[0].best == Tiles(8, 2, 64)
 
 
+def test_the_neighbours_are_searched_until_none_is_faster() -> None:
+    search, trial = searched(distance, reach="neighbours")
+    assert trial.seen[:4] == [Tiles(), Tiles(8), Tiles(b=2), Tiles(c=128)]
+    assert (search.best, search.complete) == (Tiles(32, 4, 512), True)  # From step to step.
+    search, trial = searched(lambda config: 1.0 + abs(config.a - 4), reach="neighbours")
+    assert (search.best, search.complete, len(trial.seen)) == (Tiles(), True, 4)
+
+
+def test_a_search_that_has_tried_all_ends_with_its_budget() -> None:
+    class Slow(Trial):
+        def evaluate(self, configs: Sequence[Config]) -> Iterator[Outcome]:
+            yield from super().evaluate(configs)
+            budget._end = 0.0
+
+    budget, trial = Budget(60), Slow(lambda config: 1.0)
+    trial.side_by_side = 4
+    search = Search(Space(Tiles(), lambda config: None), trial, budget, reach="neighbours")
+    list(search.run([]))
+    assert (len(trial.seen), search.complete) == (4, True)
+
+
 def test_a_small_space_is_tried_as_a_whole_nearest_first() -> None:
     trial = Trial(lambda config: float(config.block == 1))
     search = Search(Space(TwiceXlaForward(), lambda config: None), trial, Budget(60))
@@ -153,6 +175,8 @@ def test_a_gain_inside_the_noise_is_none() -> None:
     assert is_slow([1.4, 1.5])
     assert is_slow([1.0, 1.1, 1.08, 1.2])
     assert not is_slow([1.4, 1.0, 1.02])
+    assert is_slow([2.1])
+    assert is_slow([1.06], early=1)
 
 
 @pytest.fixture
@@ -195,6 +219,7 @@ def test_a_gain_is_put_into_the_table_and_dispatch_takes_it(target: Target, tabl
     assert (decided().forward.config, decided().forward.config_source) == (TwiceXlaForward(8), "tuned")
     (entry,) = tuned.read_table(tables, "cpu", "twice")
     assert (entry.kind, entry.heuristic_s, entry.provenance["source"]) == ("measured", 1.0, target.source)
+    assert entry.search == {"reach": "all", "tried": 11, "of": 12, "complete": True}
     assert set(entry.provenance) == {"chip", "device_kind", "versions", "source", "commit", "date"}
     table = results.write_csv(tmp_path / "tune.jsonl").read_text().splitlines()
     assert len(table) == 1 + len(results.read(tmp_path / "tune.jsonl"))
@@ -205,6 +230,23 @@ def test_a_gain_inside_the_noise_changes_nothing(target: Target, tables: Path, t
     done = tuned_with(target, Trial(cost_of, confirmed=0.995), tmp_path / "tune.jsonl")
     assert (done.chosen, done.note) == (TwiceXlaForward(1), "the gain over the heuristic is inside the noise")
     assert decided().forward.config == TwiceXlaForward(1)
+
+
+def test_a_search_that_did_not_end_and_found_nothing_makes_no_entry(target: Target, tmp_path: Path) -> None:
+    say = list[Outcome]().append
+    done = session.tune(target, Trial(cost_of), budget_s=0, records=tmp_path / "tune.jsonl", say=say)
+    assert (done.chosen, done.record, done.complete) == (TwiceXlaForward(1), None, False)
+    assert "the search did not end: no entry" in done.note
+
+
+def test_times_of_two_clocks_are_not_compared(target: Target) -> None:
+    def record(seconds: float, **metrics: Any) -> Any:
+        outcome = Outcome(TwiceXlaForward(), "timed", samples_s=(seconds,), metrics=metrics)
+        return results.record_of(target, outcome)
+
+    wall, faster, device = record(2e-4, clock="wall"), record(1e-4, clock="wall"), record(1e-5, clock="device")
+    assert results.best_of([wall, faster, device]) == [faster, device]
+    assert results.entry_of(device).clock == "device"
 
 
 def test_a_second_run_goes_on_where_the_first_was(target: Target, tmp_path: Path) -> None:
@@ -230,6 +272,15 @@ def test_a_measurement_replaces_an_estimate_also_where_the_heuristic_is_best(tar
     assert done.chosen == TwiceXlaForward(1)
     (entry,) = tuned.read_table(tuned.user_tables(), "cpu", "twice")
     assert (entry.kind, entry.config["block"]) == ("measured", 1)
+
+
+def test_what_the_kernel_as_it_is_now_was_measured_with_is_not_missing(target: Target, tables: Path) -> None:
+    assert not target.is_measured
+    results.put(tables, "cpu", "twice", [planted_entry(64)])  # Of the kernel as it was.
+    assert not target.is_measured
+    now = {"chip": "cpu", "date": "2026-01-02T00:00:00+00:00", "source": target.source}
+    results.put(tables, "cpu", "twice", [planted_entry(64, provenance=now)])
+    assert target.is_measured
 
 
 def planted_entry(n: int, *, config: Config | None = None, **fields: Any) -> Entry:
@@ -348,6 +399,21 @@ def test_tuned_shows_what_is_there_and_what_is_stale_and_merges(target: Target, 
     assert "is not a table that can be read: it is not JSON, or was cut off" in str(refused.exception)
 
 
+def test_merging_nothing_that_can_be_used_fails(tables: Path, tmp_path: Path) -> None:
+    unknown = planted_entry(64)
+    unknown = dataclasses.replace(unknown, config={"config": "Other"})
+    results.put(tmp_path / "other", "cpu", "twice", [unknown])
+    refused = CliRunner().invoke(app, ["tuned", "--merge", str(tmp_path / "other")])
+    assert refused.exit_code != 0
+    assert "Nothing was taken" in refused.output
+    assert "has no entry that can be used" in str(refused.exception)
+    results.put(tmp_path / "known", "cpu", "twice", [planted_entry(64)])
+    for said in ("1 taken, 0 not newer", "0 taken, 1 not newer"):  # What is known already is no error.
+        merged = CliRunner().invoke(app, ["tuned", "--merge", str(tmp_path / "known")])
+        assert (merged.exit_code, said in merged.output) == (0, True), merged.output
+    assert "Nothing was taken" in merged.output
+
+
 def test_tuned_lists_the_cases_that_have_no_entry() -> None:
     missing = " ".join(CliRunner().invoke(app, ["tuned", "linear_cross_entropy", "--missing", "h200"]).output.split())
     assert "linear_cross_entropy │ qwen3 │ pallas_gpu forward │ the heuristic's" in missing
@@ -413,11 +479,12 @@ def test_sums_of_the_reference_are_of_its_rounded_results(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_what_is_wrong_or_dies_never_wins(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong values, wrong gradients, a crash, a hang and a memory hog: each costs one line, and the right one wins."""
-    monkeypatch.setattr(measure, "memory_share", lambda workers: 3 * 2**30 // 2)
+    monkeypatch.setattr(crew, "memory_share", lambda workers: 3 * 2**30 // 2)
     path = tmp_path / "tune.jsonl"
-    with Crew(target.op, target.case, target.dtype, target.implementation, jobs=1, limit_s=120, oracle_s=120) as crew:
-        assert crew.expected_from == "the oracle"
-        bench = Bench(target, crew, limit_s=120)
+    about = (target.op, target.case, target.dtype, target.implementation)
+    with Pool(1) as pool, Crew(pool, *about, limit_s=120, oracle_s=120) as workers:
+        assert workers.expected_from == "the oracle"
+        bench = Bench(target, workers, limit_s=120)
         space = Space(TwiceXlaForward(), lambda config: target.refusal(config) or ("later" if hangs(config) else None))
         search = Search(space, bench, Budget(300))
         said: list[Outcome] = []

@@ -1,15 +1,17 @@
-"""`tilewright tune`: searches the configs of an op for the fastest one that computes the right values."""
+"""`tilewright tune`: searches the configs of ops for the fastest ones that compute the right values."""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import jax
 import typer
@@ -40,16 +42,18 @@ from tilewright.workbench.figures import one_line, seconds
 from tilewright.workbench.peers.beside import leave_room
 from tilewright.workbench.records import Record
 from tilewright.workbench.tuning import results
+from tilewright.workbench.tuning.crew import Crew, Pool
 from tilewright.workbench.tuning.estimate import Estimates
-from tilewright.workbench.tuning.measure import Bench, Crew
-from tilewright.workbench.tuning.search import Budget, Outcome
+from tilewright.workbench.tuning.measure import Bench
+from tilewright.workbench.tuning.search import Budget, Outcome, Reach
 from tilewright.workbench.tuning.session import Trial, Tuned
 from tilewright.workbench.tuning.session import tune as tune_target
 from tilewright.workbench.tuning.target import Target, targets
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_ORACLE_SHARE = 0.25  # Of a case's budget.
-_MOST_JOBS = 8
+_ORACLE_SHARE, _ORACLE_LEAST_S = 0.25, 40.0  # Of a case's part of the budget.
+_MOST_JOBS = 8  # Where compiling takes the cores that are timed.
+_JOBS_PER_CASE = 3
 DIRECTIONS = ("forward", "backward")
 
 
@@ -57,14 +61,45 @@ DIRECTIONS = ("forward", "backward")
 class _Asked:
     """What the command line asks for."""
 
-    op: Op
+    ops: tuple[Op, ...]
     cases: tuple[str, ...]
+    """Those that were named, in this order."""
     dtype: str
     implementation: str | None
     directions: tuple[str, ...]
     budget_s: float
     chips: tuple[str, ...]
     """Chips to estimate for; none to measure here."""
+    missing: bool = False
+    """Leave out what is measured already."""
+
+    def work(self, *, large: bool) -> list["_Work"]:
+        """Each op's cases, what is to be tuned first in front: as they were named, or of each op in turn."""
+        if self.cases:
+            found = [(op, name) for name in self.cases for op in self.ops if name in _names(op)]
+        else:
+            rounds = itertools.zip_longest(*(_default_cases(op, large=large) for op in self.ops))
+            found = [
+                (op, name) for names in rounds for op, name in zip(self.ops, names, strict=True) if name is not None
+            ]
+        return [_Work(op, name, chip) for chip in self.chips or (None,) for op, name in found]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A case to tune, for a chip that is not here, or None."""
+
+    op: Op
+    case: str
+    chip: str | None
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (self.op.name, self.case, self.chip)))
+
+
+def _names(op: Op) -> tuple[str, ...]:
+    return tuple(case.name for case in op.cases)
 
 
 def _settle(
@@ -76,24 +111,30 @@ def _settle(
     budget: str,
     limit: float,
     *,
+    search: str,
     estimate: bool,
     chip: str | None,
+    missing: bool,
     records: Path,
     tables: Path | None,
     **_: Any,
 ) -> _Asked:
-    found = find_op(op)
+    found = tuple(find_op(name.strip()) for name in op.split(","))
     check_seconds(limit, "limit", positive=True)
     if chip is not None and not estimate:
         raise ValueError("--chip is a chip to estimate for; pass --estimate too, or omit it to measure on this device")
-    if estimate and "pallas_tpu" not in found.implementations:
-        raise ValueError(f"{op} has no TPU kernel to estimate; its implementations: {', '.join(found.implementations)}")
+    for each in found if estimate else ():
+        if "pallas_tpu" not in each.implementations:
+            names = ", ".join(each.implementations)
+            raise ValueError(f"{each.name} has no TPU kernel to estimate; its implementations: {names}")
     if estimate and implementation not in (None, "pallas_tpu"):
         raise ValueError(f"--estimate is for pallas_tpu, not {implementation}; omit --implementation")
-    every = tuple(each.name for each in found.cases)
+    every = tuple(dict.fromkeys(name for each in found for name in _names(each)))
+    implementations = tuple(dict.fromkeys(name for each in found for name in each.implementations))
     for name, value, known in (
-        ("implementation", implementation, found.implementations),
+        ("implementation", implementation, implementations),
         ("dtype", dtype, DTYPES),
+        ("search", search, get_args(Reach)),
     ):
         if value is not None:
             check_name(value, known, f"--{name}")
@@ -105,6 +146,7 @@ def _settle(
         split_names(direction, DIRECTIONS, "direction"),
         _seconds_of(budget),
         split_names(chip or "v6e", TPUS, "chip") if estimate else (),
+        missing,
     )
 
 
@@ -153,7 +195,8 @@ def tune(
     case: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated, or `all`; defaults to the large cases, and on a CPU to the largest small one."
+            help="Comma-separated, the most important first, or `all`; defaults to the large cases, one of each op in "
+            "turn, and on a CPU to the largest small one."
         ),
     ] = None,
     implementation: Annotated[
@@ -162,8 +205,17 @@ def tune(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     direction: Annotated[str | None, typer.Option(help="forward or backward; defaults to both, forward first.")] = None,
     budget: Annotated[str, typer.Option(help="Time to spend on all of it: 90s, 10m, 2h.")] = "10m",
+    search: Annotated[
+        str,
+        typer.Option(
+            help="all, or neighbours: what differs from the best config by one step in one field, until none is faster."
+        ),
+    ] = "all",
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Configs that are compiled and checked side by side.")
+        int | None,
+        typer.Option(
+            "--jobs", "-j", min=1, help="Configs that are compiled side by side; defaults to the machine's cores."
+        ),
     ] = None,
     limit: Annotated[
         float, typer.Option(help="Seconds that one config, or the oracle, may take to compile and to run.")
@@ -181,35 +233,40 @@ def tune(
     records: Annotated[
         Path, typer.Option(help="The JSONL file that every config is a line of; a CSV file is written beside it.")
     ] = Path("results/tune.jsonl"),
+    missing: Annotated[
+        bool,
+        typer.Option("--missing", help="Leave out what the tables have a measurement of by the kernel as it is now."),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no line per config.")] = False,
 ) -> None:
     """Search an op's block sizes for the fastest that compute the right values, and put them into a table for dispatch.
 
     The search starts from the heuristic's config and what the tables have, and tries what the op declares and what its
-    memory model admits: all of it where that is little, else a local search. Each config is compiled and checked in a
-    process of its own: every output and gradient, against the oracle. Only then is it timed, alone, in turns with the best
-    one so far. A crash, a hang or too much memory costs one line, and configs that need more are not tried. A gain inside
-    the noise changes nothing. The same command goes on where an interrupted one was.
+    memory model admits: all of it where that is little, else a local search. With `--search neighbours` it is over in
+    minutes, and the budget goes to one search after another, each to its end. Each config is compiled and checked against
+    the oracle in a process of its own. Only then is it timed, alone, in turns with the best one so far; calls that are
+    shorter than their launch, by the time on the device. A crash, a hang or too much memory costs one line, and configs
+    that need more are not tried. A gain inside the noise changes nothing. The same command goes on where an interrupted
+    one was.
     """
     with arguments():
         try_writing(records=records)
     if not asked.chips:
         leave_room()
     device = default_device()
-    cases = asked.cases or _default_cases(asked.op, large=bool(asked.chips) or device.platform != "cpu")
     if asked.chips:
         with arguments(mistakes=(NotSetUp,)):
             Toolchain.here()
-    how = _How(jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))), limit, records, tables, quiet)
-    work: list[tuple[str, str | None]] = [(name, chip) for chip in asked.chips or (None,) for name in cases]
-    whole = Budget(asked.budget_s)
+    work = asked.work(large=bool(asked.chips) or device.platform != "cpu")
+    overlap = not asked.chips and device.platform == "gpu"
+    cores = len(os.sched_getaffinity(0))
+    # On a GPU one core is for the process that is timed.
+    jobs = jobs or (max(1, cores - 1) if overlap else min(_MOST_JOBS, cores))
+    together = min(len(work), max(1, jobs // _JOBS_PER_CASE)) if overlap else 1
+    how = _How(jobs, together, limit, cast(Reach, search), records, tables, quiet)
     done: list[Tuned] = []
     with _looking_in(tables), Entries(f"tuning {op}", total=len(work)) as entries:
-        for place, (name, chip_name) in enumerate(work):
-            with entries.one(f"{name} {chip_name}" if chip_name else name):
-                budget_of_case = Budget(whole.left_s / (len(work) - place))
-                for result in _tune_case(_targets(asked, name, chip_name), budget_of_case, how, estimate=estimate):
-                    done.append(result)
+        _tune_all(asked, work, how, entries, done, overlap=overlap)
     tell(op=op, tuned=[_told(one) for one in done], every_config=records)
     if done and not quiet:
         _show(op, done)
@@ -217,8 +274,59 @@ def tune(
         console().print(f"every config: {records} and {results.write_csv(records)}", soft_wrap=True)
     if not entries.complete:
         console().print("The same command goes on from there.")
-    ok = bool(done) and all(one.chosen is not None for one in done)
+    elif missing and not done and not entries.refused:
+        console().print("The tables have a measurement of all of it.")
+    ok = (bool(done) or missing) and all(one.chosen is not None for one in done)
     entries.end(ok=ok, refused="not tuned", named=bool(asked.cases))
+
+
+def _tune_all(
+    asked: _Asked, work: Sequence[_Work], how: "_How", entries: Entries, done: list[Tuned], *, overlap: bool
+) -> None:
+    """Tunes one case after another, or some at a time. `done` gets what is done."""
+    whole, waiting = Budget(asked.budget_s), list(work)
+    with Pool(how.jobs, together=how.together, overlap=overlap) as pool:
+
+        def begin() -> tuple[str, Callable[[], None]] | None:
+            """The next case; None where there is none, or no time for it."""
+            if not waiting or (whole.spent and len(waiting) < len(work)):
+                return None
+            # The neighbours are searched to the end, case after case; otherwise every case has its part of the budget.
+            share_s = min(whole.left_s, whole.left_s * how.together / len(waiting))
+            budget = Budget(whole.left_s if how.reach == "neighbours" else share_s)
+            oracle_s = min(how.limit_s, max(_ORACLE_LEAST_S, _ORACLE_SHARE * share_s))
+            one = waiting.pop(0)
+            return one.name, functools.partial(_tune_case, asked, one, budget, oracle_s, how, pool, done)
+
+        if how.together == 1:
+            while (job := begin()) is not None:
+                with entries.one(job[0]):
+                    job[1]()
+        else:
+            _in_threads(begin, how.together, pool, entries)
+    if waiting:
+        names = ", ".join(one.name for one in waiting)
+        how.say(f"The budget ended before these were begun; the same command goes on with them: {escape(names)}")
+
+
+def _in_threads(
+    begin: Callable[[], tuple[str, Callable[[], None]] | None], together: int, pool: Pool, entries: Entries
+) -> None:
+    """Runs so many jobs at a time, each in a thread that waits for its workers."""
+    running: dict[Future[None], str] = {}
+    # Linux ends a worker with the thread that has started it, so that these threads stay until all is done.
+    with ThreadPoolExecutor(together) as threads:
+        try:
+            while True:
+                while len(running) < together and (job := begin()) is not None:
+                    running[threads.submit(job[1])] = job[0]
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    with entries.one(running.pop(future)):
+                        future.result()
+        finally:
+            pool.stop()  # After Ctrl-C the threads wait for workers that may take minutes.
 
 
 @dataclass(frozen=True)
@@ -226,7 +334,9 @@ class _How:
     """What the command line says of every case."""
 
     jobs: int
+    together: int
     limit_s: float
+    reach: Reach
     records: Path
     tables: Path | None
     quiet: bool
@@ -250,32 +360,45 @@ def _looking_in(tables: Path | None) -> Iterator[None]:
             os.environ |= {} if before is None else {"TILEWRIGHT_TUNED": before}
 
 
-def _tune_case(of_case: list[Target], budget: Budget, how: _How, *, estimate: bool) -> Iterator[Tuned]:
+def _tune_case(
+    asked: _Asked, work: _Work, budget: Budget, oracle_s: float, how: _How, pool: Pool, done: list[Tuned]
+) -> None:
     """Tunes the directions of a case, the forward first: the backward is timed with the config that it got."""
     forward: Config | None = None
-    with _trials(of_case[0], how, budget, estimate=estimate) as trial_of:
+    of_case = [each for each in _targets(asked, work) if not (asked.missing and each.is_measured)]
+    if not of_case:
+        return
+    with _trials(of_case[0], how, pool, oracle_s, estimate=bool(asked.chips)) as trial_of:
         for number, target in enumerate(of_case):
+            if how.reach == "neighbours" and budget.spent and done:
+                how.say(f"{work.op.name} {escape(target.name)}: the budget ended before it was begun")
+                return
             if target.direction == "backward" and forward is not None:
                 target = target.beside(forward)
-            how.say(f"[bold]{escape(target.name)}[/] on {target.chip.name}")
+            # Lines of cases that are tuned at the same time are mixed.
+            prefix = f"{work.op.name} {target.name}: " if how.together > 1 else "  "
+            how.say(f"[bold]{escape(target.name)}[/] of {work.op.name} on {target.chip.name}")
+            parts = 1 if how.reach == "neighbours" else len(of_case) - number
             result = tune_target(
                 target,
                 trial_of(target),
-                budget_s=budget.left_s / (len(of_case) - number),
+                budget_s=budget.left_s / parts,
                 records=how.records,
-                say=lambda outcome: how.say(_line(outcome)),
+                say=lambda outcome, prefix=prefix: how.say(f"{escape(prefix)}{_line(outcome)}"),
+                reach=how.reach,
             )
             if target.direction == "forward":
                 forward = result.chosen
             for line in _keep([] if result.record is None else [result.record], how.tables):
-                how.say(f"  {line}")
+                how.say(f"{work.op.name if how.together > 1 else ' '} {line}")
             if result.note:
-                how.say(f"  {result.note}")
-            yield result
+                how.say(f"{escape(prefix)}{result.note}")
+            done.append(result)
 
 
-def _targets(asked: _Asked, case: str, chip: str | None) -> list[Target]:
+def _targets(asked: _Asked, work: _Work) -> list[Target]:
     """What there is to tune of a case. Nothing is an error that says why."""
+    op, chip = work.op, work.chip
     if asked.implementation is not None:
         platform = KERNEL_PLATFORM.get(asked.implementation)
         if chip is None and platform not in (None, Chip.of(default_device()).platform):
@@ -285,13 +408,11 @@ def _targets(asked: _Asked, case: str, chip: str | None) -> list[Target]:
             )
         names: tuple[str, ...] = (asked.implementation,)
     else:
-        names = asked.op.implementations
+        names = op.implementations
     reasons: list[str] = []
     for name in names:
         try:
-            found = targets(
-                asked.op, asked.op.case(case), asked.dtype, name, None if chip is None else Chip.named(chip)
-            )
+            found = targets(op, op.case(work.case), asked.dtype, name, None if chip is None else Chip.named(chip))
         except Unsupported as error:
             reasons.append(one_line(error))
             continue
@@ -299,18 +420,19 @@ def _targets(asked: _Asked, case: str, chip: str | None) -> list[Target]:
         if wanted:
             return wanted
         reasons.append(f"{name} declares no block sizes to search for {' or '.join(asked.directions)}")
-    raise Unsupported(f"{asked.op.name} has nothing to tune here: {'; '.join(reasons)}")
+    raise Unsupported(f"{op.name} has nothing to tune here: {'; '.join(reasons)}")
 
 
 @contextlib.contextmanager
-def _trials(target: Target, how: _How, budget: Budget, *, estimate: bool) -> Iterator[Callable[[Target], Trial]]:
+def _trials(
+    target: Target, how: _How, pool: Pool, oracle_s: float, *, estimate: bool
+) -> Iterator[Callable[[Target], Trial]]:
     """What tries the configs of a target, of the same case as this one."""
     if estimate:
         yield lambda one: Estimates(one, functools.partial(_compile_each, one, how), jobs=how.jobs)
         return
     about = (target.op, target.case, target.dtype, target.implementation)
-    oracle_s = min(how.limit_s, _ORACLE_SHARE * budget.left_s)
-    with Crew(*about, jobs=how.jobs, limit_s=how.limit_s, oracle_s=oracle_s) as crew:
+    with Crew(pool, *about, limit_s=how.limit_s, oracle_s=oracle_s) as crew:
         yield lambda one: Bench(one, crew, limit_s=how.limit_s)
 
 
@@ -343,39 +465,49 @@ def _line(outcome: Outcome) -> str:
         mark = "[green]better[/] " if outcome.better else f"{'slow' if outcome.status == 'slow' else '':<7}"
     else:
         what, mark = outcome.reason.partition("\n")[0], f"[yellow]{outcome.status}[/] "
-    return f"  {mark}{escape(f'{results.shown(outcome.config)}: {what}')}"
+    return f"{mark}{escape(f'{results.shown(outcome.config)}: {what}')}"
 
 
 def _show(op: str, done: list[Tuned]) -> None:
     estimated = any(one.record is not None and one.record.kind == "estimate" for one in done)
     table = new_table(
         f"{op}, tuned{' (times are estimates)' if estimated else ''}",
-        ("case", "implementation", "direction", "chip", "config"),
-        ("heuristic", "tuned", "gain", "tried"),
+        ("op", "case", "implementation", "direction", "chip", "config"),
+        ("heuristic", "tuned", "gain", "clock", "tried"),
     )
     for one in done:
         table.add_row(
+            one.target.op.name,
             one.target.case.name,
             one.target.implementation,
-            one.target.direction + (" (with forward)" if one.target.mode != one.target.direction else ""),
+            _timed(one.target),
             one.target.chip.name,
             "-" if one.chosen is None else results.shown(one.chosen),
             "-" if one.heuristic_s is None else seconds(one.heuristic_s),
             "-" if one.seconds is None else seconds(one.seconds),
             "-" if one.gain is None else f"{one.gain:.2f}x",
+            one.clock or "-",
             _counts(one),
         )
     console().print(table)
     for one in done:
         if not one.complete:
-            console().print(
-                f"{one.target.name}: the budget ended before the search did; a longer one goes on from here."
-            )
+            name = f"{one.target.op.name} {one.target.name}"
+            console().print(f"{name}: the budget ended before the search did; a longer one goes on from here.")
+    ended = sum(one.complete for one in done)
+    console().print(f"{ended} of {len(done)} searches ended by themselves.")
+
+
+def _timed(target: Target) -> str:
+    """The direction that was tuned, and what was timed with it."""
+    other = "forward" if target.direction == "backward" else "backward"
+    return target.direction if target.mode == target.direction else f"{target.direction} (with {other})"
 
 
 def _told(one: Tuned) -> dict[str, Any]:
     target = one.target
     return {
+        "op": target.op.name,
         "case": target.case.name,
         "dtype": target.dtype,
         "implementation": target.implementation,
@@ -387,11 +519,14 @@ def _told(one: Tuned) -> dict[str, Any]:
         "heuristic_s": one.heuristic_s,
         "seconds": one.seconds,
         "gain": one.gain,
+        "clock": one.clock,
         "tried": one.counts,
+        "of": one.of,
         "complete": one.complete,
         "note": one.note,
     }
 
 
 def _counts(one: Tuned) -> str:
-    return ", ".join(f"{count} {status}" for status, count in one.counts.items())
+    counted = ", ".join(f"{count} {status}" for status, count in one.counts.items())
+    return counted if one.of is None else f"{counted} of {one.of:,}"

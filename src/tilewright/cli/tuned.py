@@ -45,7 +45,8 @@ def tuned(
     """Show the tuned configs that dispatch takes, how old they are, and which are stale.
 
     An entry is stale where the kernel's source has changed since; dispatch takes it until it is tuned again. With --merge,
-    entries of another table are taken where they are newer, and a measured entry always replaces an estimated one.
+    entries of another table are taken where they are newer, and a measured entry always replaces an estimated one. It fails
+    where the tables have no entry that can be used.
     """
     with arguments():
         ops = {op: find_op(op)} if op is not None else dict(registered())
@@ -73,11 +74,12 @@ def tuned(
         console().print(f"No tuned config {what}in {places}; `tilewright tune OP` makes them.", soft_wrap=True)
         return
     table = new_table(
-        "Tuned configs", ("op", "chip", "pass", "bucket", "config", "from", "state"), ("time", "gain", "age")
+        "Tuned configs", ("op", "chip", "pass", "bucket", "config", "from", "state"), ("time", "gain", "tried", "age")
     )
     for (name, _, where, entry), state in zip(rows, states, strict=True):
         fields = " ".join(f"{key}={value}" for key, value in entry.config.items() if key != "config")
         mark = "" if entry.kind == "measured" else " (est.)"
+        mark += " (device)" if entry.clock == "device" else ""
         table.add_row(
             name,
             str(entry.provenance.get("chip", "?")),
@@ -88,6 +90,7 @@ def tuned(
             state,
             f"{seconds(entry.seconds)}{mark}",
             "-" if entry.gain is None else f"{entry.gain:.2f}x",
+            _tried(entry),
             _age(entry),
         )
     console().print(table)
@@ -118,6 +121,16 @@ def _state(op: Op, entry: Entry) -> str:
         return "[yellow]stale[/]: the kernel has changed"
     then, here = (entry.provenance.get("versions") or {}).get("jax"), installed_versions().get("jax")
     return "current" if then == here else f"current, jax {then}"
+
+
+def _tried(entry: Entry) -> str:
+    """How many configs the search has tried, of how many; and whether it was of the neighbours only, or did not end."""
+    tried, of = entry.search.get("tried"), entry.search.get("of")
+    if tried is None:
+        return "-"
+    how = "" if entry.search.get("complete") else ", not ended"
+    how = ", neighbours" if not how and entry.search.get("reach") == "neighbours" and tried != of else how
+    return f"{tried} of {'many' if of is None else of}{how}"
 
 
 def _age(entry: Entry) -> str:
@@ -182,3 +195,9 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
         )
         for each in wrong:
             console().print(f"  [yellow]left out:[/] {escape(each)}", soft_wrap=True)
+    if not any(each["taken"] for each in merged):
+        console().print(f"Nothing was taken from {source}.", soft_wrap=True)
+    if not any(each["taken"] + each["not_newer"] for each in merged):
+        raise Mistake(
+            f"--merge {source} has no entry that can be used; see above, and tune again with `tilewright tune`"
+        )

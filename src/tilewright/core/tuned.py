@@ -88,6 +88,11 @@ class Entry:
     error: Mapping[str, Any] = field(default_factory=dict)
     """The largest error of any output or gradient as a fraction of its bound, in which quantity, and against what."""
     case: str = ""
+    clock: str | None = None
+    """What the times are of: "wall", calls as the host sees them; "device", what runs on the device; None for estimates."""
+    search: Mapping[str, Any] = field(default_factory=dict)
+    """What was searched: `reach` (all, or neighbours), how many configs were `tried`, `of` how many, and whether the search
+    was `complete`, and not ended by its budget."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """chip, device_kind, versions, source (a hash of the kernel's modules), commit and date."""
 

@@ -51,14 +51,17 @@ class DeviceTime:
     """Why there is no time with cold caches on a device that has them."""
 
 
-def device_time(run: Callable[[], Any], seconds: float) -> DeviceTime:
-    """Traces a compiled program that takes about `seconds` per call. Raises `NoDeviceTime` with the reason."""
+def device_time(run: Callable[[], Any], seconds: float, *, cold: bool = True) -> DeviceTime:
+    """Traces a compiled program that takes about `seconds` per call. Raises `NoDeviceTime` with the reason.
+
+    Without `cold`, only calls with warm caches are traced.
+    """
     device = default_device()
     if device.platform == "cpu":
         raise NoDeviceTime(_CPU_REASON)
     calls = calls_to_trace(seconds)
     warm = of_events(_traced(run, calls), calls)
-    if device.platform != "gpu":
+    if device.platform != "gpu" or not cold:
         return warm
     buffer: jax.Array | None = None
 
@@ -69,10 +72,10 @@ def device_time(run: Callable[[], Any], seconds: float) -> DeviceTime:
         return run()
 
     try:
-        cold = of_events([event for event in _traced(after_a_flush, calls) if not _is_flush(event)], calls)
+        flushed = of_events([event for event in _traced(after_a_flush, calls) if not _is_flush(event)], calls)
     except NoDeviceTime as error:  # As where the buffer does not fit into memory.
         return dataclasses.replace(warm, no_cold=str(error))
-    return dataclasses.replace(warm, cold_s=cold.warm_s)
+    return dataclasses.replace(warm, cold_s=flushed.warm_s)
 
 
 def of_events(events: Sequence[Event], calls: int) -> DeviceTime:

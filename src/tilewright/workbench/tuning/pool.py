@@ -1,6 +1,7 @@
 """The other side of worker.py: starts workers, asks them, and ends those that hang or take too much memory."""
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -8,8 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ _POLL_S = 0.1
 _END_OF_LOG = 400
 GIB = 2**30
 _LEAST_MEMORY = 2 * GIB
+
+
+class Stopped(Exception):
+    """The tuner was interrupted, and its workers were ended: what they answer then says nothing of a config."""
 
 
 class WorkerFailed(RuntimeError):
@@ -42,14 +48,29 @@ def memory_share(workers: int) -> int:
 class Worker:
     """One worker process. It starts with the first request, and again after it has ended.
 
-    `about` is the request that every new process gets first.
+    `about` is the request that every new process gets first. `stop` is set when the tuner is interrupted.
     """
 
-    def __init__(self, about: Mapping[str, Any], memory_bytes: int):
-        self._about, self._memory_bytes = about, memory_bytes
+    def __init__(
+        self,
+        about: Mapping[str, Any] | None,
+        memory_bytes: int,
+        *,
+        environment: Mapping[str, str] | None = None,
+        stop: threading.Event | None = None,
+    ):
+        self.about, self._memory_bytes = about, memory_bytes
+        self._environment, self._stop = environment or {}, stop or threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Any = None
         self._unread, self._owed, self._asked = b"", 0, 0.0
+
+    def turn_to(self, about: Mapping[str, Any]) -> None:
+        """Makes everything that is asked from now on be about this; the process, if there is one, goes on."""
+        if self.about != about:
+            self.about = about
+            if self._process is not None:
+                self._send({"do": "open", **about})
 
     def ask(self, do: str, **request: Any) -> None:
         """Sends a request; `collect` has the answer."""
@@ -80,19 +101,33 @@ class Worker:
         """Starts the process, if it does not run."""
         if self._process is not None:
             return
+        self.check_stop()
         leave_room()
         self._log = tempfile.TemporaryFile(prefix="tilewright-tune-")  # noqa: SIM115, it is closed with the worker
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tilewright.workbench.tuning.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment,
+            env=os.environ | self._environment | {"PYTHONPATH": paths},
             bufsize=0,
             start_new_session=True,  # Ctrl-C is for the tuner, which ends the workers.
         )
-        self._send({"do": "open", **self._about})
+        if self.about is not None:
+            self._send({"do": "open", **self.about})
+
+    def check_stop(self) -> None:
+        """Raises `Stopped` where the tuner was interrupted."""
+        if self._stop.is_set():
+            raise Stopped
+
+    def end(self) -> None:
+        """Ends the process from another thread than the one that waits for it, which then reads the end of its output."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _send(self, request: Mapping[str, Any]) -> None:
         assert self._process is not None
@@ -161,22 +196,42 @@ class Worker:
 
     def _kill(self) -> None:
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.end()
         self._process.wait()
 
 
+@contextlib.contextmanager
+def on_device(lock: str | None, *, alone: bool = False) -> Iterator[None]:
+    """A context for what runs on the device, in this process or in workers: with `alone` nothing else does, as for timing.
+
+    It holds a lock of a file, which the system releases if the process is ended. Without a file, nothing is waited for.
+    """
+    if lock is None:
+        yield
+        return
+    with Path(lock).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def answered(workers: Sequence[Worker], limit_s: float) -> dict[Worker, dict[str, Any] | WorkerFailed]:
+    """The answers that come within a moment, of workers that were asked. One that takes longer than `limit_s` is ended."""
+    with selectors.DefaultSelector() as ready:
+        for worker in workers:
+            ready.register(worker.output, selectors.EVENT_READ, worker)
+        speaking = [key.data for key, _ in ready.select(_POLL_S)]
+    answers: dict[Worker, dict[str, Any] | WorkerFailed] = {}
+    for worker in workers:
+        answer = worker.read() if worker in speaking else worker.overdue(limit_s)
+        worker.check_stop()
+        if answer is not None:
+            answers[worker] = answer
+    return answers
+
+
 def collect(workers: Sequence[Worker], limit_s: float) -> list[dict[str, Any] | WorkerFailed]:
-    """The answer of each worker that was asked, in order. One that takes longer than `limit_s` is ended."""
+    """The answer of each worker that was asked, in order."""
     answers: dict[Worker, dict[str, Any] | WorkerFailed] = {}
     while len(answers) < len(workers):
-        with selectors.DefaultSelector() as ready:
-            left = [worker for worker in workers if worker not in answers]
-            for worker in left:
-                ready.register(worker.output, selectors.EVENT_READ, worker)
-            speaking = [key.data for key, _ in ready.select(_POLL_S)]
-        for worker in left:
-            answer = worker.read() if worker in speaking else worker.overdue(limit_s)
-            if answer is not None:
-                answers[worker] = answer
+        answers |= answered([worker for worker in workers if worker not in answers], limit_s)
     return [answers[worker] for worker in workers]

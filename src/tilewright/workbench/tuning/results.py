@@ -155,6 +155,8 @@ def entry_of(record: Record) -> tuned.Entry:
             "against": metrics.get("error_against"),
         },
         case=record.case,
+        clock=metrics.get("clock"),
+        search={name: metrics.get(name) for name in ("reach", "tried", "of", "complete")},
         provenance={
             "chip": where.chip,
             "device_kind": where.device_kind,
@@ -170,6 +172,7 @@ def write_csv(records: Path) -> Path:
     """Writes the records of tuning in a JSONL file as a CSV file beside it, one row each, and returns its path."""
     columns = ("op", "implementation", "case", "dtype", "mode", "direction", "outcome", "config", "median_s", "samples")
     more = (
+        "clock",
         "ratio",
         "compile_s",
         "temp_bytes",
@@ -224,10 +227,15 @@ def put(folder: Path, chip: str, op: str, entries: Iterable[tuned.Entry]) -> lis
     return taken
 
 
-def best_of(records: Iterable[Record]) -> Record | None:
-    """The record of the fastest config that was timed to the end, or estimated."""
-    timed = [record for record in records if record.metrics.get("outcome") in ("timed", "estimated")]
-    return min(timed, key=_seconds, default=None)
+def best_of(records: Iterable[Record]) -> list[Record]:
+    """The records of the fastest configs that were timed to the end, or estimated: one per clock, which do not compare."""
+    best: dict[Any, Record] = {}
+    for record in records:
+        clock = record.metrics.get("clock")
+        done = record.metrics.get("outcome") in ("timed", "estimated")
+        if done and (clock not in best or _seconds(record) < _seconds(best[clock])):
+            best[clock] = record
+    return list(best.values())
 
 
 def _seconds(record: Record) -> float:

@@ -1,13 +1,18 @@
-"""The order in which configs are tried: all of a small space, nearest first; in a large one, a local search."""
+"""The order in which configs are tried: all of a small space, nearest first; in a large one, a local search.
+
+A search of the neighbours is shorter: it tries what is one step away in one field, goes on from the best of them, and ends
+where none is faster.
+"""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tilewright.core.config import Config
 from tilewright.workbench.tuning.space import Space, dominates
 
+Reach = Literal["all", "neighbours"]
 # A space with no more configs than this is tried as a whole.
 EXHAUSTIVE = 64
 # What ends a config for good, and those that need as much memory or more.
@@ -66,46 +71,51 @@ class Search:
     budget: Budget
     tried: dict[Config, str] = field(default_factory=dict)
     """The status of every config that is not to be tried (again)."""
+    reach: Reach = "all"
     best: Config | None = None
     complete: bool = False
     """Whether it ended by itself, and not with its budget."""
     _began: bool = False
     """The first config is tried even if the budget is spent."""
+    _cut_off: bool = False
+    """Whether the budget has left something untried."""
 
     def run(self, first: Sequence[Config]) -> Iterator[Outcome]:
         """Tries configs until none is left or the budget is spent. `first` are tried before the others."""
-        every = self.space.every(EXHAUSTIVE)
-        start = [self.space.start, *first]
+        start, sweeps = self.space.start, [self._line_of(name) for name in self.space.choices]
+        every = self.space.every(EXHAUSTIVE) if self.reach == "all" else None
         # What is tried beside the first ones, while there are workers for it.
-        name = next(iter(self.space.choices), None)
-        yield from self._try([*start, *(every or (self.space.line(self.space.start, name) if name else ()))])
+        beside = self._nearest() if self.reach == "neighbours" or not sweeps else sweeps[0]()
+        yield from self._try([start, *first, *(every or beside)])
+        if every is None and self.reach == "all":
+            yield from self._until_unchanged(*sweeps)
         if every is None:
-            yield from self._local()
-        self.complete = self.evaluator.settled or not self.budget.spent
+            yield from self._until_unchanged(self._nearest)
+        self.complete = self.evaluator.settled or not self._cut_off
 
-    def _local(self) -> Iterator[Outcome]:
-        """Goes through the fields, taking the best value of each, until nothing changes; then sweeps the neighbours."""
+    def _line_of(self, name: str) -> Callable[[], list[Config]]:
+        return lambda: self.space.line(self.best or self.space.start, name)
+
+    def _nearest(self) -> list[Config]:
+        around = self.best or self.space.start
+        return list(self.space.neighbours(around, fields=1 if self.reach == "neighbours" else 2))
+
+    def _until_unchanged(self, *sweeps: Callable[[], list[Config]]) -> Iterator[Outcome]:
+        """Tries what each sweep has for the best config so far, again and again until that one stays the best."""
         before: Any = self
-        while before != self.best and not self._over:
+        while before != self.best and not self._cut_off and not self.evaluator.settled:
             before = self.best
-            for name in self.space.choices:
-                yield from self._try(self.space.line(self.best or self.space.start, name))
-        before = self
-        while before != self.best and not self._over:
-            before = self.best
-            yield from self._try(list(self.space.neighbours(self.best or self.space.start)))
+            for sweep in sweeps:
+                yield from self._try(sweep())
 
     def _try(self, configs: Sequence[Config]) -> Iterator[Outcome]:
         left = list(dict.fromkeys(configs))
-        while left and not (self._began and self._over):
-            batch: list[Config] = []
-            most = 1 if self._over else self.evaluator.side_by_side
-            while left and len(batch) < most:
-                config = left.pop(0)
-                if config not in self.tried and not self._pruned(config):
-                    batch.append(config)
-            if not batch:
+        while left := [config for config in left if config not in self.tried and not self._pruned(config)]:
+            if self._began and self._over:
+                self._cut_off = True
                 return
+            most = 1 if self._over else self.evaluator.side_by_side
+            batch, left = left[:most], left[most:]
             self._began = True
             for outcome in self.evaluator.evaluate(batch):
                 self.tried[outcome.config] = outcome.status

@@ -14,7 +14,7 @@ from tilewright.core.config import Config
 from tilewright.workbench.records import Record
 from tilewright.workbench.tuning import results
 from tilewright.workbench.tuning.measure import Confirmed
-from tilewright.workbench.tuning.search import Budget, Evaluator, Outcome, Search
+from tilewright.workbench.tuning.search import Budget, Evaluator, Outcome, Reach, Search
 from tilewright.workbench.tuning.space import Space
 from tilewright.workbench.tuning.target import Target
 
@@ -41,10 +41,18 @@ class Tuned:
     complete: bool
     """Whether the search ended by itself, and not with its budget."""
     note: str = ""
+    of: int | None = None
+    """How many configs there are; None where they are too many to count."""
 
     @property
     def gain(self) -> float | None:
         return self.heuristic_s / self.seconds if self.heuristic_s and self.seconds else None
+
+    @property
+    def clock(self) -> str | None:
+        """What the times are of: "wall" or "device"; None for estimates."""
+        clock = None if self.record is None else self.record.metrics.get("clock")
+        return None if clock is None else str(clock)
 
 
 def tune(
@@ -54,6 +62,7 @@ def tune(
     budget_s: float,
     records: Path,
     say: Callable[[Outcome], None],
+    reach: Reach = "all",
 ) -> Tuned:
     """Searches the configs of a target. Each is a line of `records` as soon as it was tried."""
     heuristic = target.heuristic
@@ -64,16 +73,14 @@ def tune(
     start = held.config if held is not None and keeps else heuristic
     kind = type(heuristic)
     before = {tuned.read_config(json.loads(text), kind): record for text, record in _earlier(records, target).items()}
-    best_before = results.best_of(before.values())
     first = [heuristic, *(found.config for found in known[:2] if target.refusal(found.config) is None)]
-    if best_before is not None:
-        first.append(tuned.read_config(best_before.configs[target.direction], kind))
+    first += [tuned.read_config(each.configs[target.direction], kind) for each in results.best_of(before.values())]
     tried = {
         config: str(record.metrics["outcome"]) for config, record in before.items() if config not in (start, *first)
     }
     outcomes: dict[Config, Outcome] = {}
     budget = Budget(budget_s)
-    search = Search(Space(start, target.refusal), trial, budget, tried)
+    search = Search(Space(start, target.refusal), trial, budget, tried, reach)
     for outcome in search.run(first):
         outcomes[outcome.config] = outcome
         results.append(records, results.record_of(target, outcome))
@@ -83,7 +90,7 @@ def tune(
         counts["from before"] = skipped
     if search.best is None:
         note = "no config could run and was right"
-        return Tuned(target, None, None, None, None, counts, search.complete, note)
+        return Tuned(target, None, None, None, None, counts, search.complete, note, search.space.size())
     confirmed = None if search.best == heuristic else trial.confirm(search.best, heuristic)
     return _settled(target, search, outcomes, confirmed, counts, held if keeps else None, records)
 
@@ -119,11 +126,16 @@ def _settled(
         outcome = dataclasses.replace(
             outcomes.get(heuristic, outcome), config=heuristic, samples_s=theirs or outcome.samples_s
         )
-    complete = search.complete
+    complete, of = search.complete, search.space.size()
+    if not complete and chosen == heuristic and held is None:
+        note = (
+            note or "nothing that was tried is faster than the heuristic's config, and the search did not end: no entry"
+        )
+        return Tuned(target, chosen, None, seconds, heuristic_s, counts, complete, note, of)
     unchanged = held is not None and (held.config == chosen or (confirmed is not None and not confirmed.gain))
     if unchanged and held is not None and held.entry.provenance.get("source") == target.source:
         note = note or "the table has this config already"
-        return Tuned(target, held.config, None, seconds, heuristic_s, counts, complete, note)
+        return Tuned(target, held.config, None, seconds, heuristic_s, counts, complete, note, of)
     record = results.record_of(
         target,
         outcome,
@@ -131,9 +143,12 @@ def _settled(
         heuristic_s=heuristic_s,
         on_chip_bytes=json.dumps(target.on_chip_bytes(chosen)),
         complete=complete,
+        reach=search.reach,
+        tried=len(search.tried),
+        of=of,
     )
     results.append(records, record)
-    return Tuned(target, chosen, record, seconds, heuristic_s, counts, complete, note)
+    return Tuned(target, chosen, record, seconds, heuristic_s, counts, complete, note, of)
 
 
 def _seconds(outcome: Outcome) -> float | None:

@@ -49,19 +49,24 @@ class Space:
                 return None
         return sorted(found, key=lambda config: self._steps_between(config, self.start))
 
+    def size(self) -> int | None:
+        """How many configs fit; None where there are too many to count."""
+        every = self.every(_MOST_ENUMERATED)
+        return None if every is None else len(every)
+
     def line(self, config: Config, name: str) -> list[Config]:
         """The configs that differ from this one in one field, the nearest first."""
         others = (self.changed(config, **{name: value}) for value in self.choices[name])
         found = [other for other in others if other is not None and other != config]
         return sorted(found, key=lambda other: self._steps_between(other, config))
 
-    def neighbours(self, config: Config) -> Iterator[Config]:
-        """The configs that are one step away in one field or in two."""
+    def neighbours(self, config: Config, fields: int = 2) -> Iterator[Config]:
+        """The configs that are one step away in one field, or in up to so many; those in one field first."""
         steps = {
             name: [values[at] for at in self._around(values, getattr(config, name))]
             for name, values in self.choices.items()
         }
-        for count in (1, 2):
+        for count in range(1, fields + 1):
             for names in itertools.combinations(steps, count):
                 for values in itertools.product(*(steps[name] for name in names)):
                     other = self.changed(config, **dict(zip(names, values, strict=True)))

@@ -53,6 +53,10 @@ class Target:
         return "forward" if alone else "forward+backward"
 
     @property
+    def has_gradients(self) -> bool:
+        return bool(self.case.differentiable) and self.decision.backward.refusal is None
+
+    @property
     def tuned_pass(self) -> Pass:
         forward, backward = _passes(self.op, self.implementation, self.decision)
         one = forward if self.direction == "forward" else backward
@@ -85,6 +89,12 @@ class Target:
         kind = self.tuned_pass.config
         assert kind is not None
         return tuned.candidates(self.op.name, self.implementation, self.direction, self.chip, self.bucket, kind)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a table has a measurement of this bucket by the kernel as it is now."""
+        exact = (found.entry for found in self.known() if found.exact)
+        return any(entry.kind == "measured" and entry.provenance.get("source") == self.source for entry in exact)
 
     def configs(self, config: Config) -> dict[str, Config]:
         """The configs of both directions, with `config` for the one that is tuned."""

@@ -5,10 +5,13 @@
 reads one JSON object per line from its input, and writes one per line as the answer: {"ok": true, ...}, or {"ok": false,
 "kind": ..., "error": ...}. pool.py is the other side.
 
-    open      the op, case, dtype and implementation that everything after is about
-    expect    computes the expected results, and writes them to a folder: of large arrays, signed sums of runs
-    prepare   compiles a config, runs it, and compares its results with those of the folder
-    sample    times what was prepared last
+    open           the op, case, dtype and implementation that everything after is about, and the lock of the device
+    expect         computes the expected results, and writes them to a folder: of large arrays, signed sums of runs
+    prepare        compiles a config to be timed, runs it, and compares its results with those of the folder
+    differentiate  compiles both passes with a config, of which the forward is timed; runs and compares them
+    sample         times what was prepared last
+
+Programs are compiled at any time, and run when nothing is timed. Whoever asks for `sample` holds the lock.
 """
 
 import contextlib
@@ -19,9 +22,9 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -34,10 +37,14 @@ from tilewright.core.target import interpret
 from tilewright.core.tuned import read_config
 from tilewright.workbench.bench import Mode, Program
 from tilewright.workbench.check import CaseCheck, call, cotangents_like, needs_interpreter
+from tilewright.workbench.device_time import NoDeviceTime, device_time
 from tilewright.workbench.figures import one_line
 from tilewright.workbench.peers.agreement import TOLERANCE, Wanted, relative_error
 from tilewright.workbench.sampling import calls_per_sample, sample
+from tilewright.workbench.tuning.pool import on_device
 
+Clock = Literal["wall", "device"]
+"""What a time is of: calls as the host sees them, or what runs on the device (device_time.py)."""
 BOTH: Mode = "forward+backward"
 ORACLE = "the oracle"
 _EXPECTED = "expected.json"
@@ -56,6 +63,22 @@ def config_of(op: Op, implementation: str, fields: Mapping[str, Any]) -> Config:
     return read_config(fields, kinds[fields["config"]])
 
 
+class Reference(CaseCheck):
+    """A check whose reference is compiled before the device is asked for, so that the device is not kept waiting."""
+
+    def __init__(self, op: Op, case: Case, dtype: str, arrays: Mapping[str, Any], lock: str | None):
+        self.op, self.case, self.dtype, self._compared = op, case, dtype, _sums
+        jitted: Any = self._program(call(op, case, "reference"))
+
+        def run(arrays: Mapping[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
+            compiled = jitted.lower(arrays, cotangents).compile()
+            with on_device(lock):
+                return jax.block_until_ready(compiled(arrays, cotangents))
+
+        self._reference = run
+        self._set_arrays(arrays, seed=0)
+
+
 class Session:
     """What one worker is about: one implementation of an op on one case."""
 
@@ -63,30 +86,36 @@ class Session:
     case: Case
     dtype: str
     implementation: str
+    outputs: tuple[Any, ...]
     arrays: Mapping[str, Any]
     cotangents: tuple[Any, ...]
 
     def __init__(self) -> None:
-        self._run: Callable[[], Any] | None = None
+        self._timed: Program | None = None
+        self._lock: str | None = None
         self._calls, self._seconds = 0, 0.0
 
-    def open(self, op: list[Any], case: str, dtype: str, implementation: str) -> dict[str, Any]:
+    def open(
+        self, op: list[Any], case: str, dtype: str, implementation: str, lock: str | None = None
+    ) -> dict[str, Any]:
         name, family, implementations = op
+        self._timed, self._lock = None, lock
         self.op = Op(name, family, tuple(implementations))
         self.case, self.dtype, self.implementation = self.op.case(case), dtype, implementation
-        self.arrays = self.case.draw(dtype)
-        shapes = jax.eval_shape(call(self.op, self.case, "reference"), **self.case.structs(dtype))
-        self.cotangents = cotangents_like(shapes, seed=0)
+        self.outputs = jax.eval_shape(call(self.op, self.case, "reference"), **self.case.structs(dtype))
+        self.arrays, self.cotangents = {}, ()  # Those of another case are not kept beside these.
+        self.arrays, self.cotangents = self.case.draw(dtype), cotangents_like(self.outputs, seed=0)
         return {}
 
     def expect(self, folder: str, exact: bool) -> dict[str, Any]:
         """`exact`: the oracle, by the 2x rule. Otherwise what fits into memory, as for comparisons with other libraries."""
         if exact:
-            held = CaseCheck(self.op, self.case, self.dtype, arrays=self.arrays, compared=_sums)
+            held = Reference(self.op, self.case, self.dtype, self.arrays, self._lock)
             wanted, against = held.oracle, ORACLE
             baselines = {name: dataclasses.asdict(discrepancy(held.plain[name], want)) for name, want in wanted.items()}
         else:
-            whole, against = Wanted(self.op, self.case, self.dtype, BOTH).expected(self.case)
+            with on_device(self._lock):
+                whole, against = Wanted(self.op, self.case, self.dtype, BOTH).expected(self.case)
             wanted, baselines = {name: np.asarray(_sums(want)) for name, want in whole.items()}, {}
         names = list(wanted)
         for place, name in enumerate(names):
@@ -95,33 +124,38 @@ class Session:
         return {"against": against}
 
     def prepare(self, configs: list[dict[str, Any]], mode: Mode, folder: str) -> dict[str, Any]:
-        """Compiles; compares every output and gradient; and keeps the program of `mode` to be timed."""
-        self._run, self._calls = None, 0
+        """Compiles the program of `mode`, compares its results, and keeps it to be timed."""
+        self._calls, self._timed = 0, None
+        program = self._program(configs, mode)
+        checks = self._judged(program, Path(folder))
+        self._timed = program
+        return {"checks": checks, **program.metrics}
+
+    def differentiate(self, configs: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+        """Compiles both passes and compares their results. What is timed stays as it is."""
+        return {"checks": self._judged(self._program(configs, BOTH), Path(folder))}
+
+    def _program(self, configs: list[dict[str, Any]], mode: Mode) -> Program:
         built = tuple(config_of(self.op, self.implementation, each) for each in configs)
         function = call(self.op, self.case, self.implementation, built)
-        here = interpret() if needs_interpreter(self.implementation) else contextlib.nullcontext()
-        with here:
-            programs = {BOTH: self._program(function, BOTH)}
-            if mode != BOTH:
-                programs[mode] = self._program(function, mode)
-            timed = programs[mode]
-            told: list[dict[str, Any]] = []
-            for program in programs.values():
-                results = jax.block_until_ready(program.run(dict(self.arrays), program_cotangents(self, program)))
-                told += self._judged(results, Path(folder))
-                del results
-        self._run = lambda: timed.run(dict(self.arrays), program_cotangents(self, timed))
-        return {"checks": told, **timed.metrics}
+        cotangents = self.outputs if mode == BOTH else ()
+        with self._interpreted():
+            return Program.of(function, self.case, self.case.structs(self.dtype), cotangents, self.dtype, mode)
 
-    def _program(self, function: Callable[..., tuple[Any, ...]], mode: Mode) -> Program:
-        cotangents = self.cotangents if mode == BOTH else ()
-        return Program.of(function, self.case, self.arrays, cotangents, self.dtype, mode)
+    def _interpreted(self) -> contextlib.AbstractContextManager[Any]:
+        return interpret() if needs_interpreter(self.implementation) else contextlib.nullcontext()
 
-    def _judged(self, results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    def _run(self, program: Program) -> Any:
+        return program.run(dict(self.arrays), self.cotangents if program.mode == BOTH else ())
+
+    def _judged(self, program: Program, folder: Path) -> list[dict[str, Any]]:
+        """Runs a program, and compares every output, and every gradient where it has any."""
+        with self._interpreted(), on_device(self._lock):
+            results = {name: np.asarray(_sums(got)) for name, got in self._run(program).items()}
         expected = json.loads((folder / _EXPECTED).read_text())
         checks = []
         for name, got in results.items():
-            got, want = np.asarray(_sums(got)), np.load(folder / f"{expected['names'].index(name)}.npy")
+            want = np.load(folder / f"{expected['names'].index(name)}.npy")
             if expected["baselines"]:
                 baseline = expected["baselines"][name]
                 verdict = judge_beside(got, Discrepancy(**baseline | {"worst": tuple(baseline["worst"])}), want)
@@ -136,21 +170,31 @@ class Session:
                 checks.append({"quantity": name, "share": error / bound, "ok": ok, "text": text})
         return checks
 
-    def sample(self) -> dict[str, Any]:
-        """One turn: a few samples, after a call to warm up, or one where calls take long."""
-        assert self._run is not None
+    def sample(self, clock: Clock) -> dict[str, Any]:
+        """One turn: a few samples, after a call to warm up, or one where calls take long.
+
+        By the device's clock it is one sample, the median of the calls of a trace; or `no_device_time`, the reason.
+        """
+        program = self._timed
+        assert program is not None
+
+        def run() -> Any:
+            return self._run(program)
+
         if not self._calls:
-            self._calls, self._seconds = calls_per_sample(self._run, jax.block_until_ready)
-        quick = self._seconds < _WARM_SECONDS
-        if quick:
-            jax.block_until_ready(self._run())
-        count = _SAMPLES_PER_TURN if quick else 1
-        taken = [sample(self._run, jax.block_until_ready, self._calls) for _ in range(count)]
+            self._calls, self._seconds = calls_per_sample(run, jax.block_until_ready)
+        if clock == "device":
+            try:
+                taken = [statistics.median(device_time(run, self._seconds, cold=False).warm_s)]
+            except NoDeviceTime as error:
+                return {"no_device_time": str(error)}
+        else:
+            quick = self._seconds < _WARM_SECONDS
+            if quick:
+                jax.block_until_ready(run())
+            count = _SAMPLES_PER_TURN if quick else 1
+            taken = [sample(run, jax.block_until_ready, self._calls) for _ in range(count)]
         return {"samples": taken, "median": statistics.median(taken)}
-
-
-def program_cotangents(session: Session, program: Program) -> tuple[Any, ...]:
-    return session.cotangents if program.mode == BOTH else ()
 
 
 def failure(error: BaseException) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 It runs in a process of its own (`child.py`) and imports nothing of tilewright. Weights are random. Training is what
 Megatron does with bfloat16: parameters and gradients in bfloat16, master weights and AdamW's moments in float32, fused
-optimizer steps, clipping. Decoding is eager, with a cache that grows.
+optimizer steps, clipping. Where fla is installed the loss is its fused one: transformers' own has the logits of all tokens
+in memory, several times. Decoding is eager, with a cache that grows.
 """
 
 import importlib.util
@@ -89,8 +90,10 @@ def _train(model: Any, ids: Any, job: dict[str, Any]) -> tuple[Callable[[], Any]
         masters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=ids.device.type == "cuda"
     )
 
+    loss_of = _loss(model, ids)
+
     def step() -> Any:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = loss_of()
         loss.backward()
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
@@ -105,6 +108,21 @@ def _train(model: Any, ids: Any, job: dict[str, Any]) -> tuple[Callable[[], Any]
         return loss.detach()
 
     return step, 1
+
+
+def _loss(model: Any, ids: Any) -> Callable[[], Any]:
+    """The mean loss of each next token."""
+    if ids.device.type != "cuda" or importlib.util.find_spec("fla") is None:
+        return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss
+    from fla.modules import FusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
+
+    fused, next_ids = FusedLinearCrossEntropyLoss(), ids[:, 1:].flatten()
+
+    def loss() -> Any:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return fused(hidden[:, :-1].flatten(0, 1), next_ids, model.get_output_embeddings().weight)
+
+    return loss
 
 
 def _prefill(model: Any, ids: Any, job: dict[str, Any]) -> tuple[Callable[[], Any], int]:

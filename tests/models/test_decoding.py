@@ -107,6 +107,7 @@ def test_a_layer_has_few_kernels(batch):
     ]
 
 
+@pytest.mark.slow
 def test_what_has_no_kernels_goes_on_as_before():
     ids = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     for changed in ({"dtype": "float32"}, {"quantize": "int8"}, {"batch": 65}):

@@ -83,7 +83,7 @@ class OpContract(Composition):
     """Another op with the same kernels and plain code. This op's tests of the wrapper do not run in interpreters."""
     is_a_special_case = False
     """Whether kernels run this op as a special case of the one that it shares code with, so that interpreters run the
-    properties of that one only."""
+    properties of that one only, and its values in the slow tier."""
     properties_in_default_tier = False
     """Whether the properties of the plain implementation are in the default tier: of one op, which has all of them, and of
     a new one."""
@@ -216,7 +216,7 @@ class OpContract(Composition):
                     first = case == self.first_case() and dtype == in_turn[0]
                     in_default = {
                         "all": True,
-                        "first": first,
+                        "first": first and not (interpreted and self.is_a_special_case),
                         "plain": first and implementation == self.op().plain and self.properties_in_default_tier,
                         "none": False,
                     }[default]

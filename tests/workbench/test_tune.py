@@ -415,7 +415,7 @@ def test_merging_nothing_that_can_be_used_fails(tables: Path, tmp_path: Path) ->
 
 
 def test_tuned_lists_the_cases_that_have_no_entry() -> None:
-    missing = " ".join(CliRunner().invoke(app, ["tuned", "linear_cross_entropy", "--missing", "h200"]).output.split())
+    missing = " ".join(CliRunner().invoke(app, ["tuned", "linear_cross_entropy", "--missing", "h100"]).output.split())
     assert "linear_cross_entropy │ qwen3 │ pallas_gpu forward │ the heuristic's" in missing
     assert "do not." in missing
 

@@ -64,6 +64,7 @@ def test_values_and_gradients_are_those_of_the_formula(implementation: str, acti
         close(got, expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_rounded_once() -> None:
     """Each value is the nearest bfloat16 of the float32 result."""
     x, w, *_ = (a.astype(jnp.bfloat16) for a in draw())
@@ -86,6 +87,7 @@ def test_the_final_state_holds_inputs() -> None:
     np.testing.assert_array_equal(short_conv(x, w, normalize=16)[1], x[:, -3:])
 
 
+@pytest.mark.slow
 def test_packed_sequences_with_states() -> None:
     x, w, bias, _ = draw(b=1)
     ends, states = jnp.array([0, 4, 4, 9]), jax.random.normal(jax.random.key(1), (3, 3, 64))
@@ -112,6 +114,7 @@ def test_steps_are_the_whole_call() -> None:
     close(alone, short_conv_step(state, x[:, 0], w, normalize=16)[0][0])
 
 
+@pytest.mark.slow
 def test_vmap_over_calls_that_differ_in_everything() -> None:
     x, w, *_ = draw()
     xs, ws = jnp.stack([x, 2 * x + 1]), jnp.stack([w, w[::-1]])
@@ -163,7 +166,7 @@ def cut_channels(kind: AxisType, devices: list) -> tuple[Any, Arrays]:
     return mesh, tuple(jax.device_put(a, NamedSharding(mesh, P(*[None] * (a.ndim - 1), "heads"))) for a in draw())
 
 
-@pytest.mark.parametrize("normalize", [16, 32, 64])
+@pytest.mark.parametrize("normalize", [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 64))])
 def test_auto_axes(normalize: int, cpu_devices: list) -> None:
     """Whole heads stay where they are; channels that are not whole heads are gathered, and the numbers are right."""
     _, arrays = cut_channels(AxisType.Auto, cpu_devices)

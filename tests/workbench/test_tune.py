@@ -414,6 +414,14 @@ def test_merging_nothing_that_can_be_used_fails(tables: Path, tmp_path: Path) ->
     assert "Nothing was taken" in merged.output
 
 
+def test_a_table_that_cannot_be_read_does_not_keep_others_from_being_merged(tables: Path, tmp_path: Path) -> None:
+    results.put(tmp_path / "there", "cpu", "twice", [planted_entry(64)])
+    (tmp_path / "there" / "cpu" / "aaa.json").write_text('{"schema": 1, "op"')
+    merged = CliRunner().invoke(app, ["tuned", "--merge", str(tmp_path / "there")])
+    assert "1 taken" in merged.output
+    assert "aaa.json is not a table that can be read" in str(merged.exception)
+
+
 def test_tuned_lists_the_cases_that_have_no_entry() -> None:
     missing = " ".join(CliRunner().invoke(app, ["tuned", "linear_cross_entropy", "--missing", "h100"]).output.split())
     assert "linear_cross_entropy │ qwen3 │ pallas_gpu forward │ the heuristic's" in missing

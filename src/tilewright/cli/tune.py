@@ -140,7 +140,7 @@ def _settle(
             check_name(value, known, f"--{name}")
     return _Asked(
         found,
-        split_names(None if case == "all" else case, every, "case") if case is not None else (),
+        tuple(dict.fromkeys(split_names(None if case == "all" else case, every, "case"))) if case is not None else (),
         dtype,
         "pallas_tpu" if estimate else implementation,
         split_names(direction, DIRECTIONS, "direction"),
@@ -154,7 +154,9 @@ def _seconds_of(budget: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", budget)
     if match is None:
         raise ValueError(f"--budget {budget} is not a time; write 90s, 10m or 2h")
-    return float(match[1]) * _UNITS[match[2] or "s"]
+    if not (taken := float(match[1]) * _UNITS[match[2] or "s"]):
+        raise ValueError(f"--budget {budget} leaves no time to try a config in; write 90s, 10m or 2h")
+    return taken
 
 
 def _default_cases(op: Op, *, large: bool) -> tuple[str, ...]:
@@ -191,7 +193,7 @@ def _keep(made: Sequence[Record], tables: Path | None) -> Iterator[str]:
 @runs_elsewhere(check=_settle, records="records", here_only=("tables",), show=_show_remote)
 def tune(
     asked: _Asked,
-    op: Annotated[str, typer.Argument(help="The op's name; `tilewright ops` lists them.")],
+    op: Annotated[str, typer.Argument(help="The op's name, or several, comma-separated; `tilewright ops` lists them.")],
     case: Annotated[
         str | None,
         typer.Option(
@@ -204,7 +206,13 @@ def tune(
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     direction: Annotated[str | None, typer.Option(help="forward or backward; defaults to both, forward first.")] = None,
-    budget: Annotated[str, typer.Option(help="Time to spend on all of it: 90s, 10m, 2h.")] = "10m",
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Time to try configs in, for all of it: 90s, 10m, 2h. The start, a case's first config and the last turns "
+            "against the heuristic's come on top."
+        ),
+    ] = "10m",
     search: Annotated[
         str,
         typer.Option(
@@ -214,7 +222,11 @@ def tune(
     jobs: Annotated[
         int | None,
         typer.Option(
-            "--jobs", "-j", min=1, help="Configs that are compiled side by side; defaults to the machine's cores."
+            "--jobs",
+            "-j",
+            min=1,
+            help="Configs that are compiled side by side; defaults to the machine's cores, on a GPU all but one and on a "
+            "CPU at most eight.",
         ),
     ] = None,
     limit: Annotated[
@@ -251,6 +263,8 @@ def tune(
     """
     with arguments():
         try_writing(records=records)
+        if tables is not None and tables.exists() and not tables.is_dir():
+            raise ValueError(f"--tables {tables} is a file; name a folder, which may not exist yet")
     if not asked.chips:
         leave_room()
     device = default_device()

@@ -45,8 +45,8 @@ def tuned(
     """Show the tuned configs that dispatch takes, how old they are, and which are stale.
 
     An entry is stale where the kernel's source has changed since; dispatch takes it until it is tuned again. With --merge,
-    entries of another table are taken where they are newer, and a measured entry always replaces an estimated one. It fails
-    where the tables have no entry that can be used.
+    entries of another table are taken where they are newer, and a measured entry always replaces an estimated one. That
+    fails where a table cannot be read, after the others are taken, and where no entry can be used.
     """
     with arguments():
         ops = {op: find_op(op)} if op is not None else dict(registered())
@@ -169,11 +169,13 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
     if not files:
         raise Mistake(f"--merge {source} has no table; a folder of tables has a folder per chip, with a file per op")
     merged: list[dict[str, Any]] = []
+    unreadable: list[str] = []
     for path in files:
         try:
             name, chip, entries, wrong = tables_of.parse_table(path.read_text())
         except (OSError, DamagedTable, UnicodeDecodeError) as error:
-            raise Mistake(f"--merge {path} is not a table that can be read: {error}") from error
+            unreadable.append(f"{path} is not a table that can be read: {error}")
+            continue
         if name not in ops:
             console().print(f"{path}: [yellow]left out[/], of op {escape(name)}", soft_wrap=True)
             continue
@@ -195,6 +197,9 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
         )
         for each in wrong:
             console().print(f"  [yellow]left out:[/] {escape(each)}", soft_wrap=True)
+    if unreadable:
+        rest = "" if len(files) == 1 else "; the other tables are done"
+        raise Mistake(f"--merge {'; '.join(unreadable)}{rest}")
     if not any(each["taken"] for each in merged):
         console().print(f"Nothing was taken from {source}.", soft_wrap=True)
     if not any(each["taken"] + each["not_newer"] for each in merged):

@@ -1,5 +1,6 @@
-"""What arguments may be: the dtypes that ops accept, integers, and how error messages show an array."""
+"""What arguments may be: the dtypes that ops accept, numbers, and how error messages show an array."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,22 @@ FLOATING = ("float32", "bfloat16", "float64")
 def is_integer(value: Any) -> bool:
     """Whether it is a Python or NumPy integer; True and False are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises unless it is a Python or NumPy number."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        raise ValueError(
+            f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
+            f"pass a number"
+        )
+
+
+def check_eps(eps: Any) -> None:
+    """Raises unless it can be added to a mean of squares."""
+    check_number("eps", eps)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps} must be finite and not negative; use 1e-6")
 
 
 def shown(array: Any) -> str:

@@ -34,6 +34,7 @@ from tilewright.core.config import Config
 SCHEMA = 1
 Direction = Literal["forward", "backward"]
 Kind = Literal["measured", "estimated"]
+_PACKAGE = str(Path(__file__).parent.parent)
 PACKAGE_TABLES = Path(__file__).resolve().parent.parent / "tuned"
 # Doublings between a call's bucket and a nearby one that still lends its config, summed over all sizes.
 _NEARBY = 2.0
@@ -218,9 +219,8 @@ def read_table(folder: Path, chip: str, op: str) -> list[Entry]:
 
 
 def _warn(what: str, op: str) -> None:
-    warnings.warn(
-        f"{what}. Restore the file, or remove it and run `tilewright tune {op}`.", RuntimeWarning, stacklevel=2
-    )
+    remedy = f"Restore the file, or remove it and run `tilewright tune {op}`."
+    warnings.warn(f"{what}. {remedy}", RuntimeWarning, skip_file_prefixes=(_PACKAGE,))  # At the caller's line.
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,9 @@ def test_what_the_kernel_refuses(shape, text):
         ({"norm": jnp.zeros((64,))}, r"norm is float32\[64\]; it must be floating \[D\] = \[128\]"),
         ({"residual": jnp.zeros((2, 128), jnp.bfloat16)}, r"residual has dtype bfloat16 and x float32; .*astype"),
         ({"eps": None}, r"eps=None is not a Python number; .* pass a number"),
+        ({"eps": -1.0}, r"eps=-1.0 must be finite and not negative; use 1e-6"),
+        ({"residual": None}, r"residual is None; decode_residual takes x \[B, F\]"),
+        ({"x": jnp.zeros((2, 64), jnp.float16)}, r"x is float16\[2, 64\]; .*: pass x.astype\(jnp.bfloat16\)"),
     ],
 )
 def test_bad_arguments_are_told_with_the_way_out(changed, text):

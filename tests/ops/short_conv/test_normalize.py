@@ -131,7 +131,10 @@ def test_vmap_over_calls_that_differ_in_everything() -> None:
 @pytest.mark.parametrize(
     ("normalize", "message"),
     [
-        (48, r"is float32\[2, (9, )?64\], of D=64 channels, and normalize=48 must divide D, .* or pad x.* to D=96"),
+        (
+            48,
+            r"is float32\[2, (9, )?64\], of D=64 channels, and normalize=48 must divide D, .* cut channels between heads",
+        ),
         (128, r"normalize=128 must divide D"),
         (0, r"normalize=0 must be the number of channels of a head, a positive integer; use 128 .*, or None"),
         (-16, r"normalize=-16 must be the number of channels of a head"),

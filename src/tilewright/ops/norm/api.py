@@ -1,14 +1,12 @@
 """`rms_norm`, `layer_norm` and `gated_rms_norm`: norms over the last axis, each with its weights."""
 
-import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, check_eps, check_number, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.ops.norm.call import NormCall
@@ -163,14 +161,8 @@ def _validate(x: jax.Array, weights: dict[str, jax.Array | None], eps: Any, offs
                 f"(D={d}): use {remedy}"
             )
         _validate_dtype(name, array, x)
-    for name, value in (("eps", eps), ("offset", offset)):
-        if not isinstance(value, (int, float, np.integer, np.floating)):
-            raise ValueError(
-                f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
-                f"pass a float"
-            )
-    if not (0 <= eps < math.inf):
-        raise ValueError(f"eps={eps} must be finite and not negative; use 1e-6")
+    check_eps(eps)
+    check_number("offset", offset)
 
 
 def _validate_dtype(name: str, array: jax.Array, x: jax.Array) -> None:

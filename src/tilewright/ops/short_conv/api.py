@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, is_integer, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
@@ -268,7 +268,7 @@ def _validate_heads(normalize: Any, **arrays: jax.Array | None) -> None:
         return
     name, x = next((name, x) for name, x in arrays.items() if x is not None)
     d = x.shape[-1]
-    if not isinstance(normalize, int) or isinstance(normalize, bool) or normalize < 1:
+    if not is_integer(normalize) or normalize < 1:
         raise ValueError(
             f"normalize={normalize!r} must be the number of channels of a head, a positive integer; use 128 for heads of "
             f"128 channels, or None for no normalisation"
@@ -276,7 +276,7 @@ def _validate_heads(normalize: Any, **arrays: jax.Array | None) -> None:
     if d % normalize:
         raise ValueError(
             f"{name} is {shown(x)}, of D={d} channels, and normalize={normalize} must divide D, since D is a number of "
-            f"heads of so many channels; pass the channels of one head, or pad {name} to D={-(-d // normalize) * normalize}"
+            f"heads of so many channels; pass the channels of one head, and inside shard_map cut channels between heads"
         )
     for argument, array in arrays.items():
         over = () if array is None else explicit_axes(array)[-1]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, check_eps, check_number, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import KERNEL_PLATFORM, ImplementationName, Op, register
 from tilewright.ops.attention.decode_qkv.call import DecodeQkvCall
@@ -178,14 +178,9 @@ def _validate_arrays(arrays: dict[str, jax.Array], lengths: jax.Array, layer: An
 
 
 def _validate_options(options: dict[str, Any], rotary_dim: Any, channels: int) -> None:
-    numbers = (int, float, np.integer, np.floating)
-    for name in ("eps", "norm_offset", "theta"):
-        value = options[name]
-        if not (name == "theta" and value is None) and (not isinstance(value, numbers) or isinstance(value, bool)):
-            raise ValueError(
-                f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
-                f"pass a number"
-            )
+    check_eps(options["eps"])
+    for name in ("norm_offset", *(() if options["theta"] is None else ("theta",))):
+        check_number(name, options[name])
     if options["theta"] is not None and not 1 < options["theta"] < float("inf"):
         raise ValueError(f"theta={options['theta']} must be more than 1 and finite; use 10000, or None for no rotation")
     if options["scaling"] is not None and not isinstance(options["scaling"], Linear | Llama3 | Yarn):

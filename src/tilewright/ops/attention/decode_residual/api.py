@@ -3,10 +3,9 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, check_eps, check_number, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import KERNEL_PLATFORM, ImplementationName, Op, register
 from tilewright.ops.attention.decode_residual.call import DecodeResidualCall
@@ -63,11 +62,15 @@ def has_kernel(x: Any, w: Any, residual: Any, norm: Any, **options: Any) -> bool
 
 
 def _call(x: Any, w: Any, residual: Any, norm: Any, *, eps: Any, norm_offset: Any) -> DecodeResidualCall:
+    for name, array in {"x": x, "w": w, "residual": residual, "norm": norm}.items():
+        if array is None:
+            raise ValueError(f"{name} is None; decode_residual takes x [B, F], w [F, D], residual [B, D] and norm [D]")
     x, w, residual, norm = map(jnp.asarray, (x, w, residual, norm))
-    if x.ndim != 2 or x.dtype.name not in FLOATING:
-        raise ValueError(
-            f"x is {shown(x)}; it must be [B, F] of float32 or bfloat16, one token per sequence: pass x[:, 0]"
-        )
+    if x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be float32 or bfloat16: pass x.astype(jnp.bfloat16)")
+    if x.ndim != 2:
+        remedy = "x[:, 0]" if x.ndim == 3 else "jnp.atleast_2d(x)"
+        raise ValueError(f"x is {shown(x)}; it must be [B, F], one token per sequence: pass {remedy}")
     if w.ndim != 2 or w.shape[0] != x.shape[1]:
         raise ValueError(
             f"w is {shown(w)} and x has F={x.shape[1]} channels; it must be [F, D]: pass w.T if it is [D, F]"
@@ -81,12 +84,8 @@ def _call(x: Any, w: Any, residual: Any, norm: Any, *, eps: Any, norm_offset: An
             raise ValueError(
                 f"{name} has dtype {array.dtype.name} and x {x.dtype.name}; they must be equal: pass {name}.astype(x.dtype)"
             )
-    for name, value in (("eps", eps), ("norm_offset", norm_offset)):
-        if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
-            raise ValueError(
-                f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
-                f"pass a number"
-            )
+    check_eps(eps)
+    check_number("norm_offset", norm_offset)
     return DecodeResidualCall(
         x=x,
         w=w,

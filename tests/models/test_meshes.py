@@ -70,7 +70,6 @@ class Case:
 # or tensor alone there are sums only. Two of eight experts on four devices: rows are sent to those that need them, and what
 # is gathered are choices and logits, for the losses of the router.
 CASES = {
-    "data": Case("qwen3", {"data": 4}, found={}),
     "fsdp": Case("qwen3", {"fsdp": 4}, found={"all-gather": 14}),
     "tensor": Case("qwen3", {"tensor": 2}, found={}),
     "expert": Case("qwen3_moe", {"expert": 4}, (FULL,), found={"all-gather": 3, "all-to-all": 6}),

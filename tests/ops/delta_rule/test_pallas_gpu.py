@@ -100,9 +100,9 @@ def test_the_levels_of_kda_have_every_pair_once_with_its_gates():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", [1.0, 2.0, 4.0, 16.0])
+@pytest.mark.parametrize("gate", [2.0, 4.0, 16.0])
 def test_kda_with_gates_that_decay_too_far_for_one_level(gate: float):
-    """In 64 tokens, as exponents of 2: by 80; by 161, which a product has with a shift; by 322; by more in 16 tokens."""
+    """In 64 tokens, as exponents of 2: by 161, which a product has with a shift; by 322; by more than that in 16."""
     case = _case("kda", "falls", 1, 70, 1, 64, 64, gate=gate, state=True)
     held = CaseCheck(find_op("kda"), case, "bfloat16")
     with able_to_run("pallas_gpu"):

@@ -205,6 +205,10 @@ class Op:
         """The decision `run` would take. Raises `Unsupported` where a named implementation cannot run."""
         return self._request(call, implementation, config).decide(call, differentiated=False)[0]
 
+    def takes_kernel(self, call: Call) -> bool:
+        """Whether a call of static sizes is run by a kernel on this device: for layers that do without the op otherwise."""
+        return not call.symbolic_sizes() and self.decide(call).implementation in KERNEL_PLATFORM
+
     def _request(self, call: Call, implementation: str | None, config: Any) -> "_Request":
         if implementation is not None and implementation not in self.implementations:
             known = ", ".join(repr(name) for name in self.implementations)

@@ -8,7 +8,7 @@ reads one JSON object per line from its input, and writes one per line as the an
     open           the op, case, dtype and implementation that everything after is about, and the lock of the device
     expect         computes the expected results, and writes them to a folder: of large arrays, signed sums of runs
     prepare        compiles a config to be timed, runs it, and compares its results with those of the folder
-    differentiate  compiles both passes with a config, of which the forward is timed; runs and compares them
+    differentiate  compiles the forward and the backward with a config, runs both, and compares the gradients as well
     sample         times what was prepared last
 
 Programs are compiled at any time, and run when nothing is timed. Whoever asks for `sample` holds the lock.

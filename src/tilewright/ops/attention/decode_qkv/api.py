@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, check_eps, check_number, shown
 from tilewright.core.config import Config
-from tilewright.core.dispatch import KERNEL_PLATFORM, ImplementationName, Op, register
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.ops.attention.decode_qkv.call import DecodeQkvCall
 from tilewright.ops.rope.api import Linear, Llama3, Scaling, Yarn
 
@@ -96,7 +96,7 @@ def has_kernel(*arrays: Any, **options: Any) -> bool:
     norms = {name: options.pop(name, None) for name in ("q_norm", "k_norm")}
     given = {"x": x, "q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "keys": keys, "values": values}
     call = _call(given, lengths, options.pop("layer", None), norms, options)
-    return not call.symbolic_sizes() and OP.decide(call).implementation in KERNEL_PLATFORM
+    return OP.takes_kernel(call)
 
 
 def _call(

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from tilewright.core.arguments import FLOATING, check_eps, check_number, shown
 from tilewright.core.config import Config
-from tilewright.core.dispatch import KERNEL_PLATFORM, ImplementationName, Op, register
+from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.ops.attention.decode_residual.call import DecodeResidualCall
 
 OP = register(
@@ -57,8 +57,7 @@ def decode_residual(
 
 def has_kernel(x: Any, w: Any, residual: Any, norm: Any, **options: Any) -> bool:
     """Whether a call of `decode_residual` with these arguments takes a kernel on this device."""
-    call = _call(x, w, residual, norm, **options)
-    return not call.symbolic_sizes() and OP.decide(call).implementation in KERNEL_PLATFORM
+    return OP.takes_kernel(_call(x, w, residual, norm, **options))
 
 
 def _call(x: Any, w: Any, residual: Any, norm: Any, *, eps: Any, norm_offset: Any) -> DecodeResidualCall:

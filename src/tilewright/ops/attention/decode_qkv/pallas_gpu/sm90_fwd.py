@@ -41,13 +41,13 @@ from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.attention.decode_qkv.call import DecodeQkvCall
 from tilewright.ops.attention.decode_qkv.config import DecodeQkvSm90Forward
 from tilewright.ops.rope.api import Scaling, attention_factor, frequencies
+from tilewright.pallas.gpu.elementwise import LANES
 from tilewright.pallas.gpu.few_rows import TILE_ROWS, FewRows, chosen_tiles
 from tilewright.pallas.gpu.kernel import compiler_params, run_kernel
 from tilewright.pallas.gpu.registers import store
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 
 _HEADS = 4  # Of a thread block: one per warp.
-_LANES = 32
 _MOST_CHANNELS_PER_THREAD = 4  # 16 bytes of float32, the widest load.
 _WHOLE = 64  # Copies of weights see D in whole rows of 128 bytes.
 
@@ -85,9 +85,9 @@ def _unsupported_reason(call: DecodeQkvCall, launch: Launch) -> str | None:
         return f"D={d} must be a multiple of {_WHOLE} (rows of copies); use implementation='reference'"
     if h % _HEADS or kv % _HEADS:
         return f"H={h} and KV={kv} must be multiples of {_HEADS} (one head per warp); use implementation='reference'"
-    if any(width % _LANES for _, width in _pieces(call)) or c % _LANES:
+    if any(width % LANES for _, width in _pieces(call)) or c % LANES:
         return (
-            f"C={c} with rotary_dim={call.rotary_dim} must have halves and a rest of multiples of {_LANES} channels (the "
+            f"C={c} with rotary_dim={call.rotary_dim} must have halves and a rest of multiples of {LANES} channels (the "
             f"lanes of a warp); use implementation='reference'"
         )
     return None
@@ -116,7 +116,7 @@ def angle_tables(rotary_dim: int, theta: float, scaling: Scaling | None) -> tupl
 
 def _layout(channels: int) -> Any:
     """A layout of [heads, width]: a warp per head, and `channels` adjacent elements per thread. Wider ones repeat that."""
-    tiling = plgpu.Tiling(((_HEADS, _LANES * channels), (channels,)))
+    tiling = plgpu.Tiling(((_HEADS, LANES * channels), (channels,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
@@ -139,7 +139,7 @@ def _finish_kernel(
 ):
     splits, heads, kv = z_ref.shape[0], call.q_proj.shape[1], call.k_proj.shape[1]
     channels, pieces = call.q_proj.shape[2], _pieces(call)
-    per_thread = math.gcd(*(width for _, width in pieces)) // _LANES
+    per_thread = math.gcd(*(width for _, width in pieces)) // LANES
     layout = _layout(math.gcd(per_thread, _MOST_CHANNELS_PER_THREAD))
     b, first_head = lax.axis_index("batch"), lax.axis_index("heads") * _HEADS
     position = lengths_ref[b]

@@ -33,11 +33,10 @@ from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.attention.decode_qkv.config import DecodeQkvSm90Forward
 from tilewright.ops.attention.decode_qkv.pallas_gpu.sm90_fwd import product_config
 from tilewright.ops.attention.decode_residual.call import DecodeResidualCall
-from tilewright.pallas.gpu.elementwise import THREADS, load, store
+from tilewright.pallas.gpu.elementwise import LANES, THREADS, load, store
 from tilewright.pallas.gpu.few_rows import FewRows
 from tilewright.pallas.gpu.kernel import compiler_params, run_kernel
 
-_LANES = 32
 _MOST_CHANNELS_PER_VECTOR = 4  # 16 bytes of float32, the widest load.
 _MOST_WIDTH = 8192  # 64 channels per thread.
 _LOADED = 128  # float32 values of the splits that a thread holds at a time.
@@ -85,7 +84,7 @@ def _finish_kernel(
     row, shape = pl.ds(lax.axis_index("row"), 1), (1, d)
     vector = math.gcd(d // THREADS, _MOST_CHANNELS_PER_VECTOR)
     layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((1, vector * THREADS), (vector * _LANES,), (vector,))),
+        plgpu.Tiling(((1, vector * THREADS), (vector * LANES,), (vector,))),
         warp_dims=(-3,),
         lane_dims=(-2,),
         vector_dim=-1,

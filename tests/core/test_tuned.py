@@ -106,6 +106,21 @@ def test_a_heuristic_that_nothing_beats_is_not_lent_to_other_sizes(folder: Path)
     assert explained(512).forward.config_source == "tuned nearby"
 
 
+def test_a_nearby_call_takes_what_tuning_changed_and_the_rest_from_its_own_heuristic(folder: Path) -> None:
+    own = explained(512).forward.config
+    elsewhere = LinearCrossEntropyXlaForward(block_n=8, block_v=own.block_v)
+    assert own.block_n != elsewhere.block_n
+    found = dataclasses.replace(elsewhere, block_v=256)
+    write(folder, dataclasses.replace(entry(256, found), heuristic=elsewhere.to_json()))
+    assert explained(256).forward.config == found
+    nearby = explained(512).forward
+    assert (nearby.config, nearby.config_source) == (dataclasses.replace(own, block_v=256), "tuned nearby")
+    # What is not valid with this call's heuristic is not taken.
+    changed = dict(found.to_json(), block_v=-1)
+    write(folder, dataclasses.replace(entry(256, found), config=changed, heuristic=elsewhere.to_json()))
+    assert explained(512).forward.config_source == "heuristic"
+
+
 def test_a_config_that_is_no_longer_one_is_passed_over(folder: Path) -> None:
     fields = {"config": "LinearCrossEntropyXlaForward", "block_n": 64, "block_v": 128, "unknown": 1}
     write(folder, dataclasses.replace(entry(256, LinearCrossEntropyXlaForward(64, 128)), config=fields))

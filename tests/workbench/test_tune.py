@@ -486,7 +486,10 @@ def test_sums_of_the_reference_are_of_its_rounded_results(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_what_is_wrong_or_dies_never_wins(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong values, wrong gradients, a crash, a hang and a memory hog: each costs one line, and the right one wins."""
+    """Wrong values, wrong gradients, a crash, a hang and a memory hog: each costs one line, and the right one wins.
+
+    A config whose program was timed already is not timed.
+    """
     monkeypatch.setattr(crew, "memory_share", lambda workers: 3 * 2**30 // 2)
     path = tmp_path / "tune.jsonl"
     about = (target.op, target.case, target.dtype, target.implementation)
@@ -502,7 +505,10 @@ def test_what_is_wrong_or_dies_never_wins(target: Target, tmp_path: Path, monkey
         bench._patience_s = 5.0
         said += bench.evaluate([TwiceXlaForward(1, "hang")])
         bench._patience_s = 120.0
+        (same,) = bench.evaluate([TwiceXlaForward(8, "unused")])
         confirmed = bench.confirm(TwiceXlaForward(8), TwiceXlaForward(1))
+    assert (same.status, same.better, same.samples_s) == ("same", False, ())
+    assert same.reason == f"the program is that of {TwiceXlaForward(8)}"
     statuses = {(outcome.config.fault, outcome.config.block): outcome.status for outcome in said}  # type: ignore[attr-defined]
     assert statuses == {
         ("none", 1): "timed",

@@ -106,11 +106,13 @@ class Pass:
         for config in given:
             if type(config) is self.config:
                 return config, "argument", ""
-        for found in known:
-            if self.refusal(call, Launch(chip, found.config, None)) is None:
-                return found.config, "tuned" if found.exact else "tuned nearby", str(found)
         assert self.heuristic is not None
-        return self.heuristic(chip, call), "heuristic", ""
+        heuristic = self.heuristic(chip, call)
+        for found in known:
+            config = found.lent(heuristic)
+            if config is not None and self.refusal(call, Launch(chip, config, None)) is None:
+                return config, "tuned" if found.exact else "tuned nearby", str(found)
+        return heuristic, "heuristic", ""
 
 
 def gradient_of(implementation: str, forward: Pass) -> Pass:

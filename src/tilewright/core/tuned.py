@@ -4,9 +4,11 @@ A table is a JSON file per chip and op, `<chip>/<op>.json`. The package has some
 `tilewright tune` writes to a folder of the user's (`user_tables`). Each entry is the config of one pass (implementation and
 direction) for one shape bucket (`Call.bucket`), with what was measured or estimated of it and where.
 
-Where the caller names no config, a pass takes the entry of the call's own bucket. Without one it takes the entry of the
-nearest bucket, up to a factor of four away over all sizes together, whose config fits this call. Without that it takes the
-heuristic's config. A process reads a table once, when an op is first traced for the chip.
+Where the caller names no config, a pass takes the entry of the call's own bucket. Without one it takes what tuning changed
+in the nearest bucket, up to a factor of four away over all sizes together: the heuristic's config of this call, with the
+fields in which that entry's config differs from the heuristic's of its own bucket. The other fields are the heuristic's for
+good reason: a block for 32 heads can be a third slower for 64. Where that fits no call, it takes the heuristic's config. A
+process reads a table once, when an op is first traced for the chip.
 
 A table that cannot be read, or an entry that was changed by hand, is a warning, and is treated as not there.
 """
@@ -91,6 +93,8 @@ class Entry:
     case: str = ""
     clock: str | None = None
     """What the times are of: "wall", calls as the host sees them; "device", what runs on the device; None for estimates."""
+    heuristic: Mapping[str, Any] | None = None
+    """The heuristic's config for these calls, as JSON; None in an entry that lends its whole config to nearby calls."""
     search: Mapping[str, Any] = field(default_factory=dict)
     """What was searched: `reach` (all, or neighbours), how many configs were `tried`, `of` how many, and whether the search
     was `complete`, and not ended by its budget."""
@@ -230,6 +234,17 @@ class Found:
     config: Config
     entry: Entry
     exact: bool
+
+    def lent(self, heuristic: Config) -> Config | None:
+        """The config for a call whose heuristic's config is this. None where what tuning changed is not valid with it."""
+        tuned_from = self.entry.heuristic
+        if self.exact or tuned_from is None:
+            return self.config
+        changed = {name: value for name, value in self.entry.config.items() if value != tuned_from.get(name)}
+        try:
+            return read_config(heuristic.to_json() | changed, type(heuristic))
+        except ValueError:
+            return None
 
     def __str__(self) -> str:
         return self.entry.origin if self.exact else f"for {bucket_text(self.entry.bucket)}, {self.entry.origin}"

@@ -86,6 +86,8 @@ class Program:
     """Their shapes and dtypes; empty for a forward pass alone."""
     metrics: Metrics
     decisions: tuple[Decision, ...]
+    lowered: Any
+    """What was compiled (`jax.stages.Lowered`)."""
 
     @staticmethod
     def of(
@@ -104,11 +106,10 @@ class Program:
             jitted = jax.jit(lambda arrays, _: dict(zip(case.outputs, function(**arrays), strict=True)))
         began = time.perf_counter()
         with noting_decisions() as decisions:
-            compiled = jitted.lower(dict(arrays), cotangents).compile(
-                dict(compiler_options) if compiler_options else None
-            )
+            lowered = jitted.lower(dict(arrays), cotangents)
+            compiled = lowered.compile(dict(compiler_options) if compiler_options else None)
         metrics: Metrics = {"compile_s": time.perf_counter() - began, **compiled_memory(compiled)}
-        return Program(case, dtype, mode, compiled, cotangents, metrics, tuple(decisions))
+        return Program(case, dtype, mode, compiled, cotangents, metrics, tuple(decisions), lowered)
 
     def time(self, arrays: Mapping[str, Any], cotangents: tuple[Any, ...], timing: Timing) -> Measured:
         """Runs and times it."""

@@ -88,6 +88,8 @@ class Bench:
         """How long a config may take to be prepared: much longer than the first one, and it hangs."""
         self._allowed: dict[str, float] = {}
         """Errors that configs are held to where the oracle is not known: about those of the heuristic's config."""
+        self._programs: dict[str, Config] = {}
+        """The first config of each program: another one of the same program is not timed, since it cannot be faster."""
 
     def evaluate(self, configs: Sequence[Config]) -> Iterator[Outcome]:
         """Prepares configs side by side; times each that is right against the best one before it."""
@@ -128,6 +130,8 @@ class Bench:
         metrics = {name: answer.get(name) for name in ("compile_s", "temp_bytes", "peak_bytes")}
         outcome = self._judged(Outcome(config, "prepared", metrics=metrics), answer["checks"])
         if outcome.status == "prepared":
+            if (first := self._programs.setdefault(answer["program"], config)) != config:
+                return dataclasses.replace(outcome, status="same", reason=f"the program is that of {first}")
             outcome = self._timed(worker, outcome)
         # The first one is what dispatch takes already.
         if outcome.better and self._best is not None and self.target.mode != BOTH and self.target.has_gradients:

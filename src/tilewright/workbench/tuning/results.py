@@ -156,6 +156,7 @@ def entry_of(record: Record) -> tuned.Entry:
         },
         case=record.case,
         clock=metrics.get("clock"),
+        heuristic=None if "heuristic" not in metrics else json.loads(metrics["heuristic"]),
         search={name: metrics.get(name) for name in ("reach", "tried", "of", "complete")},
         provenance={
             "chip": where.chip,

@@ -21,7 +21,10 @@ DEADLY = ("crashed", "hung", "out of memory")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one config. `status`: timed, slow, estimated, wrong, refused, failed, crashed, hung, out of memory."""
+    """What became of one config.
+
+    `status`: timed, slow, estimated, same (a program that was timed), wrong, refused, failed, crashed, hung, out of memory.
+    """
 
     config: Config
     status: str

@@ -73,7 +73,8 @@ def tune(
     start = held.config if held is not None and keeps else heuristic
     kind = type(heuristic)
     before = {tuned.read_config(json.loads(text), kind): record for text, record in _earlier(records, target).items()}
-    first = [heuristic, *(found.config for found in known[:2] if target.refusal(found.config) is None)]
+    lent = [config for found in known[:2] if (config := found.lent(heuristic)) is not None]
+    first = [heuristic, *(config for config in lent if target.refusal(config) is None)]
     first += [tuned.read_config(each.configs[target.direction], kind) for each in results.best_of(before.values())]
     tried = {
         config: str(record.metrics["outcome"]) for config, record in before.items() if config not in (start, *first)
@@ -141,6 +142,7 @@ def _settled(
         outcome,
         results.CHOSEN,
         heuristic_s=heuristic_s,
+        heuristic=json.dumps(heuristic.to_json()),
         on_chip_bytes=json.dumps(target.on_chip_bytes(chosen)),
         complete=complete,
         reach=search.reach,

@@ -17,6 +17,7 @@ Programs are compiled at any time, and run when nothing is timed. Whoever asks f
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -129,7 +130,8 @@ class Session:
         program = self._program(configs, mode)
         checks = self._judged(program, Path(folder))
         self._timed = program
-        return {"checks": checks, **program.metrics}
+        digest = hashlib.sha256(program.lowered.as_text().encode()).hexdigest()
+        return {"checks": checks, "program": digest, **program.metrics}
 
     def differentiate(self, configs: list[dict[str, Any]], folder: str) -> dict[str, Any]:
         """Compiles both passes and compares their results. What is timed stays as it is."""

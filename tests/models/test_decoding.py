@@ -71,9 +71,10 @@ def kernels(weights, ids, states):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_are_those_of_the_plain_path(batch):
-    """Two tokens one after the other: logits, caches and lengths."""
+@pytest.mark.parametrize(("batch", "unrolled"), [(1, 2), (3, 1)])
+def test_tokens_are_those_of_the_plain_path(batch, unrolled, monkeypatch):
+    """Two tokens one after the other: logits, caches and lengths. With both layers in a row, and in a loop."""
+    monkeypatch.setattr("tilewright.models.architecture._MOST_UNROLLED", unrolled)
     weights, states = drawn(batch=batch)
     ids = jnp.arange(batch, dtype=jnp.int32)[:, None] + 5
     want_states, got_states = states, states
@@ -90,21 +91,26 @@ def test_tokens_are_those_of_the_plain_path(batch):
         ids = ids + 1
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-def test_a_layer_has_few_kernels(batch):
-    """The loop's body is traced once: the products, what follows them, and attention."""
+@pytest.mark.parametrize(("batch", "unrolled"), [(1, 2), (64, 1)])
+def test_a_layer_has_few_kernels(batch, unrolled, monkeypatch):
+    """The products, what follows them, and attention; a loop's body is traced once."""
+    monkeypatch.setattr("tilewright.models.architecture._MOST_UNROLLED", unrolled)
     shapes = jax.eval_shape(lambda: drawn(batch=batch))
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-    assert kernels(shapes[0], ids, shapes[1]) == [
-        "decode_qkv_products",
-        "decode_qkv",
-        "decode_attention",
-        "decode_residual_products",
-        "decode_residual",
-        "matmul_whole_depth",
-        "decode_residual_products",
-        "decode_residual",
-    ]
+    assert (
+        kernels(shapes[0], ids, shapes[1])
+        == [
+            "decode_qkv_products",
+            "decode_qkv",
+            "decode_attention",
+            "decode_residual_products",
+            "decode_residual",
+            "matmul_whole_depth",
+            "decode_residual_products",
+            "decode_residual",
+        ]
+        * unrolled
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""What is the Hopper kernels' own: tiles that are not the default ones."""
+"""What is the Hopper kernels' own: tiles that are not the default ones, and the order of dw's tiles."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,11 @@ import numpy as np
 import pytest
 
 import tilewright
-from tilewright.configs import GroupedMatmulSm90Backward
+from tilewright.configs import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
+from tilewright.core.chip import Chip
+from tilewright.ops.grouped_matmul.call import MOST_MASKED, group_starts
+from tilewright.ops.grouped_matmul.pallas_gpu.sm90_dw import TileOrder, largest_first
+from tilewright.pallas.gpu.gemm import Gemm, Plan
 
 
 @pytest.mark.slow
@@ -30,3 +36,76 @@ def test_gradients_in_tiles_whose_parts_two_consumers_do_not_share_evenly(block_
         got = gradients("pallas_gpu")
     for one, other in zip(got, gradients("xla"), strict=True):
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-2, atol=1e-2)
+
+
+def taken(order: TileOrder) -> list[list[tuple[int, ...]]]:
+    """For each thread block, its tiles in turn: (group, row, column). Those of a cluster follow each other."""
+    waves = -(-order.groups * order.rows * order.columns // (order.clusters * order.peers))
+    # Arrays of one size, so that every order takes the same compiled operations.
+    cluster, peer, done = np.unravel_index(np.arange(8192), (8192, order.peers, waves))
+    done, cluster, peer = (jnp.asarray(each, jnp.int32) for each in (done, cluster, peer))
+    tiles = np.stack([*order.coordinates(done, cluster, peer), order.count(cluster)], axis=-1)
+    own = tiles[: order.clusters * order.peers * waves].reshape(-1, waves, 4).tolist()
+    return [[tuple(tile) for *tile, count in each[: each[0][-1]]] for each in own]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        TileOrder(128, 16, 3, 66, 2),
+        TileOrder(8, 32, 28, 66, 2),
+        TileOrder(
+            5, 3, 7, 132, 1
+        ),  # Fewer tiles than processors: 105 thread blocks, as `Gemm.blocks` has it, and more.
+        TileOrder(5, 3, 7, 105, 1),
+        TileOrder(1, 2, 1, 1, 2),
+        TileOrder(1, 1, 1, 1, 1),
+        TileOrder(3, 2, 5, 4, 2),  # Four waves, the last of them not full and backwards.
+        TileOrder(3, 5, 5, 10, 1),
+    ],
+)
+def test_each_tile_of_dw_is_computed_once_and_a_cluster_shares_its_columns(order: TileOrder) -> None:
+    each = taken(order)
+    every = itertools.product(range(order.groups), range(order.rows), range(order.columns))
+    assert sorted(itertools.chain(*each)) == list(every)
+    for first, second in zip(each[:: order.peers], each[order.peers - 1 :: order.peers], strict=True):
+        assert [(group, row + order.peers - 1, column) for group, row, column in first] == second
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_thread_blocks_have_about_as_many_steps_of_dw_each(empty: bool) -> None:
+    """Sizes that differ by a factor of twenty: the busiest thread block has 2 to 4 % more than the mean, not 12 %."""
+    sizes = np.random.default_rng(0).exponential(size=128) + 0.3
+    sizes = np.where(np.arange(128) % 3 == 1, 0, sizes) if empty else sizes
+    starts = group_starts(jnp.array(sizes / sizes.sum() * 65536, jnp.int32), 65536)
+
+    groups = np.asarray(largest_first(starts))
+    assert (np.diff(groups[1] - groups[0]) <= 0).all()
+    steps = np.where(groups[1] > groups[0], -(-(groups[1] - groups[0] // 8 * 8) // 64), 0)
+    each = [sum(steps[group] for group, _, _ in tiles) for tiles in taken(TileOrder(128, 16, 3, 66, 2))]
+    assert max(each) < 1.05 * np.mean(each)
+
+
+def test_groups_in_descending_order_of_size() -> None:
+    """The first row, the end and the number of each; equal ones in their order. Many groups are sorted, not masked."""
+    starts = jnp.array([0, 3, 3, 10, 13, 20], jnp.int32)
+    assert largest_first(starts).tolist() == [[3, 13, 0, 10, 3], [10, 20, 3, 13, 3], [2, 4, 0, 3, 1]]
+    more = jnp.arange(MOST_MASKED + 2, dtype=jnp.int32)
+    assert largest_first(more.at[-1].add(5))[:, :2].tolist() == [
+        [MOST_MASKED, 0],
+        [MOST_MASKED + 6, 1],
+        [MOST_MASKED, 0],
+    ]
+
+
+def test_rows_of_groups_are_not_shared_by_a_cluster() -> None:
+    """Two tiles of rows may be of two groups. A plan that does not know of clusters would leave out half of its tiles."""
+    with pytest.raises(ValueError, match=r"cluster=2 must be 1: adjacent tiles .* use cluster=1"):
+        GroupedMatmulSm90Forward(256, 4, 8, cluster=2)
+    assert "cluster" not in GroupedMatmulSm90Forward.choices
+    gemm = Gemm(
+        chip=Chip.named("h200"), m=256, n=256, k=64, dtype=jnp.bfloat16, block_n=256, stages=4, band=2, cluster=2
+    )
+    plan = Plan(count=1, locate=lambda done: (), sources=lambda step: (None, []), steps=lambda: 1)
+    with pytest.raises(ValueError, match="use cluster=1"):
+        gemm.main_loop(None, None, gemm.scratch()["pipeline"], lambda consumer: None, plan=plan)  # type: ignore[arg-type]

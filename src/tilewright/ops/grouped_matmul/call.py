@@ -60,7 +60,8 @@ class GroupedMatmulCall(Call):
         }
 
 
-_MOST_MASKED = 1024
+MOST_MASKED = 1024
+"""Groups up to which sums over masks take the place of sums and sorts of several kernels."""
 
 
 def group_starts(group_sizes: jax.Array, m: Size) -> jax.Array:
@@ -79,7 +80,7 @@ def sums_before(counts: jax.Array) -> jax.Array:
     few tokens. For more groups than experts of any model the mask would be large.
     """
     groups = counts.shape[0]
-    if groups > _MOST_MASKED:
+    if groups > MOST_MASKED:
         return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
     before = jnp.arange(groups)[None, :] < jnp.arange(groups + 1)[:, None]  # [G + 1, G]
     return jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=jnp.int32)

@@ -24,11 +24,21 @@ class GroupedMatmulXlaBackward(_RowBlocks):
 
 
 class GroupedMatmulSm90Forward(GemmTiles):
-    """The tile of y, the order of the tiles, and the split of the registers."""
+    """The tile of y, the order of the tiles, and the split of the registers. `cluster` is 1."""
+
+    choices = search_over(**{name: values for name, values in GemmTiles.choices.items() if name != "cluster"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cluster != 1:
+            raise ValueError(
+                f"cluster={self.cluster} must be 1: adjacent tiles of rows may be of two groups, which share no columns of "
+                f"w; use cluster=1"
+            )
 
 
 class GroupedMatmulSm90Backward(GemmTiles):
-    """The same for dx and dw."""
+    """The same for dx and dw. `band` is dx's; `cluster` is dw's, and 1 where K has an odd number of tiles."""
 
 
 class GroupedMatmulTpuForward(ProductBlocks):

@@ -71,7 +71,9 @@ one float32 array [rows, block_n / parts] for each of the parts."""
 ALIGNMENT = 8
 """The row of an array at which a copy of a swizzled tile begins is a multiple of this."""
 
-_CLUSTER = "peer"  # The axis of the thread blocks of a cluster.
+CLUSTER = "peer"
+"""The axis of the thread blocks of a cluster."""
+
 _ROWS = 64  # Of a wgmma instruction.
 _ROW_BYTES = 128  # A row of a swizzled tile in shared memory.
 
@@ -110,10 +112,10 @@ class Gemm:
 
     @staticmethod
     def of(config: GemmTiles, chip: Chip, *, m: int, n: int, k: int, dtype: Any, **options: Any) -> "Gemm":
-        """The product of these sizes with the tiles of a config."""
+        """The product of these sizes with the tiles of a config. Options come before its fields."""
         fields = ("block_m", "block_n", "stages", "band", "cluster", "consumer_registers", "producer_registers")
         given = {name: getattr(config, name) for name in fields}
-        return Gemm(chip=chip, m=m, n=n, k=k, dtype=dtype, consumers=config.block_m // _ROWS, **given, **options)
+        return Gemm(chip=chip, m=m, n=n, k=k, dtype=dtype, consumers=config.block_m // _ROWS, **given | options)
 
     @property
     def rows(self) -> int:
@@ -158,7 +160,7 @@ class Gemm:
             self.stages,
             consumers=self.consumers,
             copies=1 + self.parts,
-            cluster_axis=_CLUSTER if self.peers > 1 else None,
+            cluster_axis=CLUSTER if self.peers > 1 else None,
             a=tile(self.stages, *a, dtype=self.dtype),
             b=tile(self.stages, *([self.parts] if self.parts > 1 else []), *b, dtype=self.dtype),
         )
@@ -180,8 +182,9 @@ class Gemm:
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
         scratch: Mapping[str, Any],
+        automatic_barriers: bool = True,
     ) -> dict[str, Any]:
-        """Runs a kernel whose body calls `main_loop`. `scratch` is what the epilogue needs."""
+        """Runs a kernel whose body calls `main_loop`, or has a loop of its own. `scratch` is what the epilogue needs."""
         return run_kernel(
             body,
             name=name,
@@ -189,9 +192,9 @@ class Gemm:
             outputs=outputs,
             scratch={**scratch, **self.scratch()},
             grid={"program": self.blocks // self.peers},
-            cluster={_CLUSTER: self.peers} if self.peers > 1 else None,
+            cluster={CLUSTER: self.peers} if self.peers > 1 else None,
             warpgroups=self.consumers + 1,
-            params=compiler_params(automatic_barriers=True),
+            params=compiler_params(automatic_barriers=automatic_barriers),
         )
 
     def plan(self, a_ref: Any, b_ref: Any, first_column: Any = 0) -> "Plan":
@@ -205,7 +208,7 @@ class Gemm:
             """Those of a cluster follow each other."""
             if peers == 1:
                 return tiles.coordinates(program + done * self.blocks)
-            return tiles.coordinates(program * peers + lax.axis_index(_CLUSTER) + done * self.blocks)
+            return tiles.coordinates(program * peers + lax.axis_index(CLUSTER) + done * self.blocks)
 
         def sources(step: Any, i: Any, j: Any) -> tuple[Any, list[Any]]:
             rows, depth = pl.ds(i * self.block_m, self.block_m), pl.ds(step * self.block_k, self.block_k)
@@ -242,7 +245,9 @@ class Gemm:
         `epilogue(consumer, i, j)` is called before the tile of block row i and block column j is computed, so that its
         loads run meanwhile. What it returns takes this consumer's rows of the tile, float32 [rows, width] per part.
         """
-        warpgroup, peers, rows = lax.axis_index("warpgroup"), self.peers, self.rows
+        if plan is not None and self.cluster > 1:
+            raise ValueError("a plan numbers thread blocks, not clusters of them; use cluster=1")
+        warpgroup, rows = lax.axis_index("warpgroup"), self.rows
         plan = self.plan(a_ref, b_ref, first_column) if plan is None else plan
 
         @pl.when(warpgroup < self.consumers)
@@ -254,10 +259,8 @@ class Gemm:
                 where = plan.locate(done)
                 finish, steps = epilogue(warpgroup, *where), plan.steps(*where)
 
-                def step(n: Any, sums: tuple[Accumulator, ...], *, edge: bool = False) -> None:
+                def step(n: Any, sums: tuple[Accumulator, ...]) -> None:
                     stage = pipeline.wait(before + n)
-                    if edge and plan.prepare_edge is not None:
-                        plan.prepare_edge(n, stage, *where)
                     a = pipeline.a.at[stage, :, own_rows] if self.a_transposed else pipeline.a.at[stage, own_rows]
                     for part, sum_ in enumerate(sums):
                         b = pipeline.b.at[(stage, part) if self.parts > 1 else stage]
@@ -270,16 +273,8 @@ class Gemm:
                 if scale is not None and not scale_at_end:
                     finish(*self._scaled_sums(pipeline, scale, before, steps, warpgroup, where))
                     return before + steps
-                loops: list[Any] = [(0, steps, step)]
-                if plan.prepare_edge is not None:
-                    # Loops of their own: a branch in each step costs a fifth of the speed.
-                    at_edge, first, last = (
-                        functools.partial(step, edge=True),
-                        jnp.minimum(steps, 1),
-                        jnp.maximum(steps - 1, 1),
-                    )
-                    loops = [(0, first, at_edge), (1, last, step), (last, steps, at_edge)]
-                sums = accumulate_in_loops(((rows, self.width),) * self.parts, loops, self.sum_dtype)
+                shapes = ((rows, self.width),) * self.parts
+                sums = accumulate_in_loops(shapes, [(0, steps, step)], self.sum_dtype)
                 last = before + steps - 1
                 if isinstance(steps, int):
                     pipeline.release(last)
@@ -297,30 +292,35 @@ class Gemm:
         @pl.when(warpgroup == self.consumers)
         def _produce():
             plgpu.set_max_registers(self.producer_registers, action="decrease")
-            shared = _CLUSTER if peers > 1 else None
 
             def one_tile(done: Any, before: Any) -> Any:
                 where = plan.locate(done)
                 steps = plan.steps(*where)
 
                 def step(n: Any, carry: tuple[()]) -> tuple[()]:
-                    number = before + n
-                    stage = pipeline.stage(number)
-                    a, b = plan.sources(n, *where)
-                    pipeline.acquire(number, stage=stage)
-                    pipeline.copy(number, [(a, pipeline.a.at[stage])], stage=stage)
-                    into = [pipeline.b.at[(stage, part) if self.parts > 1 else stage] for part in range(self.parts)]
-                    pipeline.copy(number, zip(b, into, strict=True), stage=stage, collective_axes=shared)
+                    self.copy(pipeline, before + n, *plan.sources(n, *where))
                     return carry
 
                 lax.fori_loop(0, steps, step, ())
                 return before + steps
 
-            total = lax.fori_loop(0, plan.count, one_tile, jnp.int32(0))
-            if peers > 1:
-                # The other thread blocks of the cluster arrive on these barriers, so this one must not end before.
-                for stage in range(self.stages):
-                    pl.when(total > stage)(lambda stage=stage: plgpu.barrier_wait(pipeline.empty.at[stage]))
+            self.wait_for_peers(pipeline, lax.fori_loop(0, plan.count, one_tile, jnp.int32(0)))
+
+    def copy(self, pipeline: Pipeline, number: Any, a: Any, b: list[Any]) -> None:
+        """The producer's part of a step: copies blocks of A and of each part of B, once their stage is empty."""
+        stage = pipeline.stage(number)
+        pipeline.acquire(number, stage=stage)
+        pipeline.copy(number, [(a, pipeline.a.at[stage])], stage=stage)
+        into = [pipeline.b.at[(stage, part) if self.parts > 1 else stage] for part in range(self.parts)]
+        shared = CLUSTER if self.peers > 1 else None
+        pipeline.copy(number, zip(b, into, strict=True), stage=stage, collective_axes=shared)
+
+    def wait_for_peers(self, pipeline: Pipeline, steps: Any) -> None:
+        """The producer's end, after so many steps: the other thread blocks of its cluster have read what it copied. They
+        arrive on its barriers, so it must not end before.
+        """
+        for stage in range(self.stages if self.peers > 1 else 0):
+            pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(pipeline.empty.at[stage]))
 
     def _scaled_sums(
         self, pipeline: Pipeline, scale: "Scale", before: Any, steps: Any, warpgroup: Any, where: tuple[Any, ...]
@@ -416,7 +416,11 @@ def largest_tile(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The tiles that a thread block computes, as functions of what it has done. What `locate` returns is passed on."""
+    """The tiles that a thread block computes, as functions of what it has done. What `locate` returns is passed on.
+
+    A caller's plan numbers thread blocks, not clusters of them: its `Gemm` has a `cluster` of 1, or half of the tiles would
+    be left out.
+    """
 
     count: Any
     """The number of tiles of this thread block."""
@@ -426,5 +430,3 @@ class Plan:
     """(step, *place) -> the blocks of A and of each part of B in global memory."""
     steps: Callable[..., Any]
     """(*place) -> the steps of the main loop; a number, or a value on the device."""
-    prepare_edge: Callable[..., None] | None = None
-    """(step, stage, *place): what a consumer does to the stage of a tile's first and last step before it multiplies."""

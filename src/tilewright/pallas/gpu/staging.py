@@ -4,6 +4,8 @@ staging = Staging(y=y_smem.at[consumer])
 for part in range(parts):
     staging.store(tile, y_ref.at[rows, columns], "y")
 staging.end()
+
+And stores of parts of tiles: of rows, of a transposed tile, and of zeros over rows in shared memory.
 """
 
 from typing import Any
@@ -18,11 +20,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from tilewright.pallas.gpu.kernel import interpreted, tile
-from tilewright.pallas.gpu.registers import WGMMA, column_indices, row_indices, store_masked
+from tilewright.pallas.gpu.registers import WGMMA, column_indices, few_rows, row_indices, store_masked
 
 BUFFERS = 2
 WIDTH = 64
 """Columns of a part of a tile that is stored at a time."""
+
+# `clear_rows`: a swizzled tile has blocks of eight rows, and a thread stores eight bfloat16 numbers, 16 bytes.
+_EIGHT = 8
+_SWIZZLED = tuple(tile(_EIGHT, WIDTH, dtype=jnp.bfloat16).transforms)
+_CLEARED = few_rows(2 * _EIGHT, WIDTH // _EIGHT, _EIGHT)
 
 
 def stored_columns(width: int, columns: int) -> range:
@@ -118,3 +125,39 @@ def store_transposed(value: jax.Array, ref: Any, row: Any, column: Any, first: A
     types = (plgpu.RefType(), WGMMA, WGMMA)
     target = ref.at[pl.ds(row, rows), pl.ds(column, columns)]
     plgpu.inline_mgpu(arg_types=types, return_type=None)(body)(target, value, inside)
+
+
+def clear_rows(tiles: list[Any], first: Any, end: Any) -> list[Any]:
+    """bfloat16 tiles in shared memory, [rows, columns] each, with zeros for the rows before `first` and from `end` on, as
+    operands of a product.
+
+    The zeros are stored where there are such rows, 16 bytes of a row at a time. Swizzling moves these within the 128 bytes
+    of a row, so whole rows of zeros need none of it. Warpgroups may do that to one tile without waiting for each other,
+    since they store the same. The interpreter would call that a race, and takes values instead.
+    """
+    rows = tiles[0].shape[0]
+    if interpreted():
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        return [jnp.where((row >= first) & (row < end), each[...], 0) for each in tiles]
+
+    def body(_: Any, *arguments: Any) -> None:
+        *refs, mask = arguments
+        index, bf16 = ir.IndexType.get(), ir.BF16Type.get()
+        several = ir.VectorType.get((_EIGHT,), bf16)
+        zeros = arith.constant(several, ir.DenseElementsAttr.get_splat(several, ir.FloatAttr.get(bf16, 0.0)))
+        eight, zeroth = arith.constant(index, _EIGHT), ir.DenseI64ArrayAttr.get([0])
+        for (row, column), holds in zip(mask.layout.thread_idxs(mask.shape), mask.registers.flat, strict=True):
+            with mosaic.when(vector.extract(holds, dynamic_position=[], static_position=zeroth)):
+                for ref in refs:
+                    for part in range(ir.MemRefType(ref.type).shape[1]):
+                        place = [arith.divui(row, eight), arith.constant(index, part), arith.remui(row, eight), column]
+                        vector.store(zeros, ref, place, alignment=2 * _EIGHT)
+
+    def store() -> None:
+        row = plgpu.broadcasted_iota(jnp.int32, (rows, WIDTH), 0, layout=_CLEARED)
+        types = (*(plgpu.RefType(_SWIZZLED) for _ in tiles), _CLEARED)
+        plgpu.inline_mgpu(arg_types=types, return_type=None)(body)(*tiles, (row < first) | (row >= end))
+        plgpu.commit_smem()
+
+    pl.when((first > 0) | (end < rows))(store)
+    return tiles

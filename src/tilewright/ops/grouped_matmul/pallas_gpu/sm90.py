@@ -1,6 +1,6 @@
 """`grouped_matmul` on Hopper: forward and both gradients of bfloat16 operands, and forward of operands of 8 bits.
 
-    y_m = activation(x_m w_g)        dx_m = dz_m w_g^T        dw_g = sum over rows m of g of x_m^T dz_m
+    y_m = activation(x_m w_g)        dx_m = dz_m w_g^T        dw_g: sm90_dw.py
 
 Floor: 2 M K N FLOPs per product and part; x and every w_g read once, y written once. Here: the FLOPs of M + G block_m / 2
 rows in the mean, since the last tile of a group is not full.
@@ -10,10 +10,6 @@ begins where the one before it ends, and the first of a group up to seven rows b
 multiples of 8 rows. Its rows of other groups are multiplied too, with the wrong matrix, and not stored. A tile without such
 rows is copied through shared memory; of the others each thread stores its own values (`store_rows`). Rows past the last
 group have tiles of their own, whose main loop has no steps: they store zeros.
-
-dw has one tile [128, block_n] of [K, N] at a time for each group, and as many steps as the group has blocks of 64 rows,
-counted on the device. In the first and the last one, rows of other groups are set to zero in shared memory, in both
-operands: a zero times another group's infinity would not be zero. Groups without rows store zeros.
 
 Where the sizes are wrong, y and both gradients are NaN (`poison`).
 
@@ -31,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
@@ -40,19 +35,16 @@ from tilewright.core.products import dequantized_weights
 from tilewright.ops.grouped_matmul.blocks import most_tiles, row_tiles
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
+from tilewright.ops.grouped_matmul.pallas_gpu.sm90_dw import dw_gemm, dw_scratch, weight_gradient
 from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands, scaled_at_end
 from tilewright.pallas.gpu.gemm import ALIGNMENT, BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape, with_rows_past_end
 from tilewright.pallas.gpu.pipeline import Pipeline
-from tilewright.pallas.gpu.registers import few_rows
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store_rows, stored_columns
 from tilewright.pallas.gpu.swiglu_gradient import rounded_d_product
 from tilewright.pallas.gpu.weight_only import GROUP, GROUP_END, GROUP_START, START
-
-# Eight rows of 64 columns of bfloat16, four columns at a time.
-_EIGHT_ROWS = few_rows(8, 16, 4)
 
 
 def _row_tiles(starts: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array]:
@@ -171,98 +163,6 @@ def _rows_kernel(
     )
 
 
-def _dw_kernel(
-    *,
-    # inputs
-    x_ref,  # [M, K]
-    dz_ref,  # [M, columns]
-    starts_ref,  # [G + 1]
-    poison_ref,  # [1]
-    # outputs
-    dw_ref,  # [G, K, columns]
-    # scratch
-    dw_smem,  # [consumers, BUFFERS, rows, WIDTH]
-    cleared,  # a barrier of the consumers
-    pipeline: Pipeline,
-    # static
-    gemm: Gemm,
-    groups: int,
-):
-    """dw: each tile is of one group, and is summed over its rows."""
-    num_k, num_n = pl.cdiv(gemm.m, gemm.block_m), pl.cdiv(gemm.n, gemm.block_n)
-    program, consumer, bad = lax.axis_index("program"), lax.axis_index("warpgroup"), poison_ref[0]
-
-    def locate(done: Any) -> tuple[Any, ...]:
-        group, rest = divmod_nonnegative(program + done * gemm.blocks, num_k * num_n)
-        column, row = divmod_nonnegative(rest, num_k)
-        return starts_ref[group], starts_ref[group + 1], group, row, column
-
-    def first_row(start: Any, step: Any) -> Any:
-        """The first row of a step. The group's first one is up to seven rows later."""
-        return start - lax.rem(start, jnp.int32(ALIGNMENT)) + step * gemm.block_k
-
-    def steps(start: Any, end: Any, *_: Any) -> Any:
-        blocks = lax.div(end - first_row(start, 0) + gemm.block_k - 1, jnp.int32(gemm.block_k))
-        return jnp.where(end > start, blocks, 0)
-
-    def sources(step: Any, start: Any, end: Any, group: Any, row: Any, column: Any) -> tuple[Any, list[Any]]:
-        depth = pl.ds(first_row(start, step), gemm.block_k)
-        a = x_ref.at[depth, pl.ds(row * gemm.block_m, gemm.block_m)]
-        return a, [dz_ref.at[depth, pl.ds(column * gemm.block_n, gemm.block_n)]]
-
-    def clear(step: Any, stage: Any, start: Any, end: Any, *_: Any) -> None:
-        """Zeros for rows of other groups, in both operands."""
-        first, end = start - first_row(start, step), end - first_row(start, step)
-
-        def clear_columns(buffer: Any, columns: int, rows: int) -> None:
-            """The consumers take turns with parts of the columns; the last turn may not have one for each."""
-            for begin in range(0, columns, WIDTH * gemm.consumers):
-                own = begin + consumer * WIDTH
-
-                def clear_part(own: Any = own) -> None:
-                    part = buffer.at[stage, pl.ds(rows, ALIGNMENT), pl.ds(own, WIDTH)]
-                    row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=_EIGHT_ROWS) + rows
-                    value = plgpu.load(part, layout=_EIGHT_ROWS)
-                    part[...] = jnp.where((row >= first) & (row < end), value, jnp.zeros_like(value))
-
-                has_one = begin + gemm.consumers * WIDTH <= columns
-                clear_part() if has_one else pl.when(own < columns)(clear_part)
-
-        def clear_rows(rows: int) -> None:
-            clear_columns(pipeline.a, gemm.block_m, rows)
-            clear_columns(pipeline.b, gemm.block_n, rows)
-
-        def clear_stage() -> None:
-            for rows in range(0, gemm.block_k, ALIGNMENT):
-                pl.when((first > rows) | (end < rows + ALIGNMENT))(functools.partial(clear_rows, rows))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(cleared)
-            plgpu.barrier_wait(cleared)
-
-        pl.when((first > 0) | (end < gemm.block_k))(clear_stage)
-
-    def epilogue(consumer: Any, start: Any, end: Any, group: Any, row: Any, column: Any) -> Any:
-        rows = pl.ds((row * gemm.consumers + consumer) * gemm.rows, gemm.rows)
-
-        def finish(product: jax.Array) -> None:
-            staging = Staging(dw=dw_smem.at[consumer])
-            for begin in stored_columns(gemm.block_n, gemm.n):
-                at = pl.ds(column * gemm.block_n + begin, WIDTH)
-                staging.store(product[:, begin : begin + WIDTH] + bad, dw_ref.at[group, rows, at], "dw")
-            staging.end()
-
-        return finish
-
-    plan = Plan(
-        count=lax.div(groups * num_k * num_n - program + gemm.blocks - 1, jnp.int32(gemm.blocks)),
-        locate=locate,
-        sources=sources,
-        steps=steps,
-        prepare_edge=clear,
-    )
-    gemm.main_loop(x_ref, dz_ref, pipeline, epilogue, plan=plan)
-
-
 def _multiply_rows(
     gemm: Gemm,
     x: jax.Array,
@@ -314,7 +214,9 @@ def _rows_gemm(call: GroupedMatmulCall, launch: Launch, k: int, n: int, **option
     groups, m, _, _ = call.sizes
     config, parts = launch.config, options.get("parts", 1)
     most = most_tiles(m, groups + 1, config.block_m, ALIGNMENT) * pl.cdiv(n, config.block_n // parts)
-    return Gemm.of(config, launch.chip, m=m, n=n, k=k, most_tiles=most, **{"dtype": jnp.bfloat16, **options})
+    # Adjacent tiles of rows may be of two groups, and share no columns of w then: `cluster` is for dw.
+    options = {"dtype": jnp.bfloat16, "cluster": 1, **options}
+    return Gemm.of(config, launch.chip, m=m, n=n, k=k, most_tiles=most, **options)
 
 
 def _forward_gemm(call: GroupedMatmulCall, launch: Launch) -> Gemm:
@@ -362,49 +264,24 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
     )
 
 
-def _gradient_gemms(call: GroupedMatmulCall, launch: Launch) -> tuple[Gemm, Gemm]:
-    """dx = dz w^T, and dw = x^T dz of each group."""
-    groups, m, k, n = call.sizes
-    config, columns = launch.config, call.parts * n
-    most = groups * pl.cdiv(k, config.block_m) * pl.cdiv(columns, config.block_n)
-    for_w = Gemm.of(config, launch.chip, m=k, n=columns, k=m, dtype=jnp.bfloat16, a_transposed=True, most_tiles=most)
-    return _rows_gemm(call, launch, columns, k, b_transposed=True), for_w
-
-
-def _dw_scratch(gemm: Gemm) -> dict[str, Any]:
-    return {
-        **staging_scratch(gemm.consumers, gemm.rows, dw=jnp.bfloat16),
-        "cleared": plgpu.Barrier(num_arrivals=gemm.consumers),
-    }
-
-
-def _weight_gradient(gemm: Gemm, x: jax.Array, dz: jax.Array, starts: jax.Array, bad: jax.Array) -> jax.Array:
-    """dw [G, K, columns]."""
-    groups, k, columns = starts.shape[0] - 1, gemm.m, gemm.n
-    x = with_rows_past_end(whole(aligned(x), gemm.block_m), gemm.block_k)
-    dz = with_rows_past_end(whole(aligned(dz), gemm.block_n), gemm.block_k)
-    shape = whole_shape((groups, *aligned_size(k, columns, jnp.bfloat16)), gemm.block_m, gemm.block_n)
-    dw = gemm.run(
-        functools.partial(_dw_kernel, gemm=gemm, groups=groups),
-        name="grouped_matmul_dw",
-        inputs={"x": x, "dz": dz, "starts": starts, "poison": bad.reshape(1)},
-        outputs={"dw": jax.ShapeDtypeStruct(shape, jnp.bfloat16)},
-        scratch=_dw_scratch(gemm),
-    )["dw"]
-    return dw[:, :k, :columns]
+def _dx_gemm(call: GroupedMatmulCall, launch: Launch) -> Gemm:
+    """dz w^T of the rows of each group."""
+    _, _, k, n = call.sizes
+    return _rows_gemm(call, launch, call.parts * n, k, b_transposed=True)
 
 
 def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
     if call.x_scales is not None:  # Operands of 8 bits have no gradient.
         return call.gradients()
     dz, starts = rounded_d_product(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
-    for_x, for_w = _gradient_gemms(call, launch)
     w = dequantized_weights(call, jnp.bfloat16)
     bad = poison(call.group_sizes, call.x.shape[0])
+    for_x = _dx_gemm(call, launch)
     dx, _ = _multiply_rows(for_x, dz, w, starts, jnp.bfloat16, name="grouped_matmul_dx", bad=bad)
     if call.w_scales is not None:
         return call.gradients(x=dx)
-    return call.gradients(x=dx, w=_weight_gradient(for_w, call.x, dz, starts, bad).reshape(call.w.shape))
+    dw = weight_gradient(dw_gemm(call, launch), call.x, dz, starts, bad)
+    return call.gradients(x=dx, w=dw.reshape(call.w.shape))
 
 
 def _forward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
@@ -420,10 +297,10 @@ def _forward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
 
 
 def _backward_memory(call: GroupedMatmulCall, launch: Launch) -> dict[str, int]:
-    for_x, for_w = _gradient_gemms(call, launch)
+    for_x, for_w = _dx_gemm(call, launch), dw_gemm(call, launch)
     return {
         "dx": smem_bytes({**staging_scratch(for_x.consumers, for_x.rows, y=jnp.bfloat16), **for_x.scratch()}),
-        "dw": smem_bytes({**_dw_scratch(for_w), **for_w.scratch()}),
+        "dw": smem_bytes({**dw_scratch(for_w), **for_w.scratch()}),
     }
 
 
@@ -449,7 +326,7 @@ FORWARD = Pass(
 BACKWARD = Pass(
     _backward,
     config=GroupedMatmulSm90Backward,
-    heuristic=lambda chip, call: GroupedMatmulSm90Backward(BLOCK_N, STAGES, BAND),
+    heuristic=lambda chip, call: GroupedMatmulSm90Backward(BLOCK_N, STAGES, BAND, cluster=2),
     unsupported_reason=lambda call, launch: refused_operands(call, launch.config),
     memory=_backward_memory,
     memory_fields=MEMORY_FIELDS,

@@ -10,10 +10,17 @@ from tests.ops.attention.drawing import draw
 from tests.ops.contract import able_to_run
 from tilewright import flash_attention, masks
 from tilewright.configs import AttentionSm90Backward, AttentionSm90Forward
+from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
+from tilewright.ops.attention.call import AttentionCall
 from tilewright.ops.attention.cases import _case
-from tilewright.ops.attention.pallas_gpu import sm90_bwd
+from tilewright.ops.attention.pallas_gpu import sm90_bwd, sm90_fwd
+from tilewright.ops.attention.pallas_gpu.tiles import assign_tiles
 from tilewright.workbench.check import CaseCheck
+
+# Consumers that take turns: three, and two.
+TURNS = AttentionSm90Forward(128, 2, consumers=3, overlap=False)
+CONFIGS = {"d64_gqa8": TURNS, "long": AttentionSm90Forward(128, 2, overlap=False)}
 
 
 @pytest.mark.slow
@@ -42,9 +49,48 @@ from tilewright.workbench.check import CaseCheck
 def test_the_gpu_kernels_meet_the_oracle_on_more_shapes(case) -> None:
     held = CaseCheck(find_op("flash_attention"), case, "bfloat16")
     with able_to_run("pallas_gpu"):
-        results = held.check("pallas_gpu")
+        results = held.check("pallas_gpu", config=CONFIGS.get(case.name))
     for result in results:
         assert result.verdict.ok, f"{result.quantity}: {result.verdict}"
+
+
+@pytest.mark.parametrize(
+    ("visits", "heads", "together", "blocks"),
+    [((1, 2, 3, 4, 5), 7, 3, 6), ((4,) * 8, 4, 4, 16), ((3, 1), 2, 2, 9), (tuple(range(1, 33)), 128, 32, 132)],
+)
+def test_every_tile_is_assigned_once_and_the_work_is_even(
+    visits: tuple[int, ...], heads: int, together: int, blocks: int
+) -> None:
+    tiles, counts = assign_tiles(visits, heads, together, blocks)
+    lists = [row[:count] for row, count in zip(tiles, counts, strict=True)]
+    assert sorted(np.concatenate(lists)) == list(range(heads * len(visits)))
+    work = [sum(visits[tile % len(visits)] + 1 for tile in each) for each in lists]
+    assert max(work) - min(work) <= max(visits) + 1
+    # The first tiles are the longest ones of the first heads.
+    assert {tile // len(visits) for tile in tiles[: min(together, blocks), 0]} <= set(range(together))
+    assert visits[tiles[0, 0] % len(visits)] == max(visits)
+
+
+def test_the_forward_leaves_four_thread_blocks_to_a_head() -> None:
+    assert [sm90_fwd._heads_together(heads, 132) for heads in (1, 16, 32, 37, 64, 128)] == [1, 16, 32, 19, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((4, 4096, 16, 64), TURNS),
+        ((1, 300, 16, 64), AttentionSm90Forward(128, 2)),
+        ((4, 4096, 32, 128), AttentionSm90Forward(128, 2)),
+        ((1, 4096, 16, 256), AttentionSm90Forward(64, 2)),
+    ],
+)
+def test_narrow_heads_take_three_consumers_where_there_are_tiles_for_all_multiprocessors(shape, config) -> None:
+    def check(q):
+        absent = dict.fromkeys(("bias", "sinks", "q_segments", "kv_segments", "keep", "mask", "soft_cap"))
+        call = AttentionCall(q=q, k=q, v=q, scale=1.0, q_offset=0, **absent)
+        assert sm90_fwd._choose(Chip.named("h200"), call) == config
+
+    jax.eval_shape(check, jax.ShapeDtypeStruct(shape, "bfloat16"))
 
 
 def test_the_backward_takes_as_few_heads_together_as_keep_a_gpu_busy() -> None:
@@ -222,7 +268,9 @@ def test_a_gpu_config_that_breaks_a_rule_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match=r"buffers=1 must be 2 or more; use 2"):
         AttentionSm90Backward(2, 1)
     with pytest.raises(ValueError, match=r"consumer_registers=100 must be a positive multiple of 8 .*; use 96"):
-        AttentionSm90Forward(128, 2, consumer_registers=100)
+        AttentionSm90Backward(2, 2, consumer_registers=100)
+    with pytest.raises(ValueError, match=r"consumers=4 must be 2 or 3 \(registers .*\); use 2"):
+        AttentionSm90Forward(128, 2, consumers=4)
     with pytest.raises(ValueError, match=r"consumer_registers=248 and producer_registers=24 exceed .*use 240 and 24"):
         AttentionSm90Backward(2, 2, consumer_registers=248)
 
@@ -234,7 +282,7 @@ def test_the_gpu_heuristic_fits(d: int, dv: int) -> None:
     with tilewright.target("h200"):
         told = tilewright.explain(flash_attention, q, k, v, implementation="pallas_gpu")
     if (d, dv) == (192, 256):
-        # Its output needs room next to its queries, and by 88 bytes there is none.
+        # Its output needs room next to its queries, and by about 100 bytes there is none.
         assert told.refusal is not None
         assert "implementation='xla'" in told.refusal
     else:

@@ -4,7 +4,7 @@ TPU: a block of queries stays in VMEM while blocks of keys and values stream pas
 kernel. A block is what is fetched; within a step it is computed in tiles, whose size decides how the products of one
 tile and the exponentials of another overlap.
 Hopper: a block of queries stays in shared memory while blocks of keys and values stream past in the forward kernel, and
-the other way round in the backward kernel. Two consumer warpgroups compute, a producer warpgroup copies.
+the other way round in the backward kernel. Two consumer warpgroups, or three, compute; a producer warpgroup copies.
 """
 
 from tilewright.core.chip import LANES
@@ -112,29 +112,23 @@ class AttentionTpuBackward(_TpuTiles):
         self._check_division("chunk_k", "block_k")
 
 
-def _check_sm90(config: "AttentionSm90Forward | AttentionSm90Backward") -> None:
-    config.check_integers("stages", least=2, why="a copy runs while the block before is used")
-    names = ("consumer_registers", "producer_registers")
-    config.check_integers(*names, least=24, multiple=8, why="registers of a thread are allocated in eights")
-    consumers, producer = config.consumer_registers, config.producer_registers
-    if SM90_CONSUMERS * consumers + producer > _SM90_REGISTERS:
-        raise ValueError(
-            f"consumer_registers={consumers} and producer_registers={producer} exceed the registers of a multiprocessor: "
-            f"{SM90_CONSUMERS} consumer_registers + producer_registers must be {_SM90_REGISTERS} at most; use 240 and 24"
-        )
+_FEWEST_STAGES = {"least": 2, "why": "a copy runs while the block before is used"}
 
 
 class AttentionSm90Forward(Config):
-    """The forward kernel for Hopper. A block is 128 queries, 64 per consumer warpgroup."""
+    """The forward kernel for Hopper. A block is 64 queries per consumer warpgroup."""
 
-    choices = search_over(block_k=(64, 128, 192, 256), stages=(2, 3, 4), consumer_registers=(224, 232, 240))
-    memory_fields = ("block_k", "stages")
+    choices = search_over(block_k=(64, 128, 192), stages=(2, 3, 4), consumers=(2, 3), overlap=(False, True))
+    memory_fields = ("block_k", "stages", "consumers")
 
     block_k: int
     stages: int
     """Blocks of keys and values in shared memory at a time."""
-    consumer_registers: int = 240
-    producer_registers: int = 24
+    consumers: int = SM90_CONSUMERS
+    """Consumer warpgroups: 2 with 240 registers per thread, or 3 with 160, which suits narrow heads."""
+    overlap: bool = True
+    """Whether a consumer computes a softmax while its own product with the values runs. Otherwise the consumers take
+    turns: one computes its softmax while another's products run."""
 
     def __post_init__(self) -> None:
         most = 2 * SM90_BLOCK
@@ -143,7 +137,12 @@ class AttentionSm90Forward(Config):
                 f"block_k={self.block_k!r} must be a multiple of {SM90_ROWS}, {most} at most (a product's "
                 f"columns); use {SM90_BLOCK}, or implementation='xla'"
             )
-        _check_sm90(self)
+        self.check_integers("stages", **_FEWEST_STAGES)
+        if self.consumers not in (SM90_CONSUMERS, SM90_CONSUMERS + 1):
+            raise ValueError(
+                f"consumers={self.consumers!r} must be {SM90_CONSUMERS} or {SM90_CONSUMERS + 1} (registers of a "
+                f"multiprocessor); use {SM90_CONSUMERS}"
+            )
 
 
 class AttentionSm90Backward(Config):
@@ -164,5 +163,14 @@ class AttentionSm90Backward(Config):
     producer_registers: int = 24
 
     def __post_init__(self) -> None:
-        _check_sm90(self)
+        self.check_integers("stages", **_FEWEST_STAGES)
         self.check_integers("buffers", least=SM90_FEWEST_BUFFERS)
+        names = ("consumer_registers", "producer_registers")
+        self.check_integers(*names, least=24, multiple=8, why="registers of a thread are allocated in eights")
+        consumers, producer = self.consumer_registers, self.producer_registers
+        if SM90_CONSUMERS * consumers + producer > _SM90_REGISTERS:
+            raise ValueError(
+                f"consumer_registers={consumers} and producer_registers={producer} exceed the registers of a "
+                f"multiprocessor: {SM90_CONSUMERS} consumer_registers + producer_registers must be {_SM90_REGISTERS} at "
+                "most; use 240 and 24"
+            )

@@ -8,6 +8,7 @@ at the end of a grid is then short.
 """
 
 import functools
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +32,8 @@ from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 # A row of shared memory that the tensor cores read without bank conflicts is 128 bytes: 64 elements of bfloat16.
 SWIZZLED_WIDTH = 64
 _LEAST_FACTOR = 2.0**-20
+# The ends of a tile take about as long as one of the blocks that it visits.
+_TILE_COST = 1
 
 
 def padded_width(width: int) -> int:
@@ -47,13 +50,15 @@ def padded_heads(array: jax.Array, block: int, width: int = SWIZZLED_WIDTH) -> j
 class Tables:
     """The refs of the arrays that `schedule_blocks` makes; None for those that a call does not need."""
 
-    order_ref: Any  # [rows] the stationary blocks, most work first
     counts_ref: Any  # [lists * rows * 2] full blocks and all blocks of each row
     blocks_ref: Any  # [lists * rows * longest] the blocks that a row visits
+    order_ref: Any = None  # [rows] the stationary blocks of keys, most work first
     content_ref: Any = None  # [lists * rows * longest] the index into `contents` of each
     contents_ref: Any = None  # [n, block_q, block_k], or transposed where keys are stationary; int8
     q_ids_ref: Any = None  # [B, T]
     kv_ids_ref: Any = None  # [B, S]
+    tiles_ref: Any = None  # [thread blocks * most] see `assign_tiles`
+    tile_counts_ref: Any = None  # [thread blocks]
 
 
 @dataclass(frozen=True)
@@ -70,24 +75,41 @@ class TileScheduler:
     per_batch: bool
     has_full: bool
     has_partial: bool
+    visits: tuple[int, ...]
+    """How many blocks each stationary block visits; where segments are packed, the most that it may visit."""
 
     @property
     def ragged_keys(self) -> bool:
         return self.call.k.shape[1] % self.block_k != 0
 
-    def row(self, tables: Tables, b: Any, rank: Any) -> "Row":
-        """The row of a batch that has this rank: the stationary block, and what it visits."""
-        stationary = tables.order_ref[rank]
+    @property
+    def known(self) -> bool:
+        """Whether `visits` are exact: segments are known on the device only."""
+        return self.call.q_segments is None
+
+    def row(self, tables: Tables, b: Any, stationary: Any, counts: tuple[Any, Any] | None = None) -> "Row":
+        """What a stationary block of a batch visits. `counts`: its full blocks and all of them, for a caller that has
+        them; otherwise they are loaded.
+        """
         number = (b * self.rows + stationary) if self.per_batch else stationary
-        counts = tables.counts_ref
-        return Row(self, tables, b, stationary, number * self.longest, counts[2 * number], counts[2 * number + 1])
+        if counts is None:
+            counts = tables.counts_ref[2 * number], tables.counts_ref[2 * number + 1]
+        return Row(self, tables, b, stationary, number * self.longest, *counts)
+
+    def row_of_queries(
+        self, tables: Tables, number: Any, counts: tuple[Any, Any] | None = None
+    ) -> tuple[Any, Any, "Row"]:
+        """The batch, query head and row of a tile, numbered as `assign_tiles` does."""
+        head, stationary = divmod_nonnegative(number, self.rows)
+        b, h = divmod_nonnegative(head, self.call.q.shape[2])
+        return b, h, self.row(tables, b, stationary, counts)
 
     def row_of_keys(self, tables: Tables, number: Any, together: int) -> tuple[Any, Any, "Row"]:
         """The batch, key head and row of a thread block. `together` heads run side by side before others start."""
         which, rest = divmod_nonnegative(number, self.rows * together)
         rank, rest = divmod_nonnegative(rest, together)
         b, kv = divmod_nonnegative(which * together + rest, self.call.k.shape[2])
-        return b, kv, self.row(tables, b, rank)
+        return b, kv, self.row(tables, b, tables.order_ref[rank])
 
 
 @dataclass(frozen=True)
@@ -194,16 +216,15 @@ def schedule_blocks(
     if stationary == "k":
         kinds, found, content = kinds.T, found.swapaxes(1, 2), content.swapaxes(1, 2)
     kinds, found = _never_idle(kinds), _never_idle(found)
-    longest = max(1, int((kinds != EMPTY).sum(1).max()))
+    visits = (kinds != EMPTY).sum(1)
+    longest = max(1, int(visits.max()))
     # Full ones first, partial ones after them, empty ones at the end; each kind in order.
     by_kind = xp.where(found == FULL, 0, xp.where(found == PARTIAL, 1, 2))
     visited = xp.argsort(by_kind, axis=2, stable=True)[:, :, :longest]
     full, some = (xp.sum(a, axis=2) for a in (found == FULL, found != EMPTY))
-    arrays = {
-        "order": np.argsort(-(kinds != EMPTY).sum(1), kind="stable"),
-        "counts": xp.stack([full, some], axis=2),
-        "blocks": visited,
-    }
+    arrays = {"counts": xp.stack([full, some], axis=2), "blocks": visited}
+    if stationary == "k":
+        arrays["order"] = np.argsort(-visits, kind="stable")
     if dense:
         arrays["content"] = xp.take_along_axis(xp.asarray(content), visited, axis=2)
     flat = {name: jnp.asarray(array).astype(jnp.int32).reshape(-1) for name, array in arrays.items()}
@@ -220,8 +241,30 @@ def schedule_blocks(
         per_batch=dynamic and call.q.shape[0] > 1,
         has_full=bool((kinds == FULL).any()),
         has_partial=dynamic or bool((kinds == PARTIAL).any()),
+        visits=tuple(visits.tolist()),
     )
     return scheduler, flat
+
+
+def assign_tiles(visits: tuple[int, ...], heads: int, together: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles of each thread block of a persistent kernel, [blocks, most], and how many they are, [blocks].
+
+    A tile is a head and a row, numbered head * rows + row; `visits` is the work of each row. Groups of `together` heads
+    follow one another, and the tiles of a group with the most work come first. In this order, each tile goes to the
+    thread block that has had the least work.
+    """
+    ranked = sorted(range(len(visits)), key=lambda row: -visits[row])
+    tiles: list[list[int]] = [[] for _ in range(blocks)]
+    load = [(0, block) for block in range(blocks)]
+    for first in range(0, heads, together):
+        for row in ranked:
+            for head in range(first, min(first + together, heads)):
+                had, block = load[0]
+                tiles[block].append(head * len(visits) + row)
+                heapq.heapreplace(load, (had + visits[row] + _TILE_COST, block))
+    most = max(map(len, tiles))
+    filled = np.array([each + [0] * (most - len(each)) for each in tiles], np.int32)
+    return filled, np.array([len(each) for each in tiles], np.int32)
 
 
 def _never_idle(kinds: Any) -> Any:

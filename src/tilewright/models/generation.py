@@ -301,7 +301,8 @@ class Batch:
                 raise ValueError(f"row {row} has {len(ids)} tokens, all that its cache has room for; let it leave")
         model = self._model
         with model.on_mesh():
-            keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.asarray(self._steps))
+            # A copy: on a CPU, `jnp.asarray` may share the memory that is counted up below, while this still runs.
+            keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.array(self._steps))
             chosen = self._sampling.choose(self._logits, keys)
             self._logits, self._states = _read(model.architecture, model.weights, chosen[:, None], self._states)
         self._steps += 1

@@ -105,7 +105,9 @@ class Session:
         self.case, self.dtype, self.implementation = self.op.case(case), dtype, implementation
         self.outputs = jax.eval_shape(call(self.op, self.case, "reference"), **self.case.structs(dtype))
         self.arrays, self.cotangents = {}, ()  # Those of another case are not kept beside these.
-        self.arrays, self.cotangents = self.case.draw(dtype), cotangents_like(self.outputs, seed=0)
+        with on_device(lock):
+            self.arrays, self.cotangents = self.case.draw(dtype), cotangents_like(self.outputs, seed=0)
+            jax.block_until_ready((self.arrays, self.cotangents))
         return {}
 
     def expect(self, folder: str, exact: bool) -> dict[str, Any]:

@@ -296,10 +296,15 @@ def _forward(request: Request, call: Call, *, save: bool) -> tuple[Any, Any, Sta
             return results, jax.tree.map(lambda _: True, results)
         joined, flags = call.join_shared(batched[0], size)
         element = element_of(joined, flags)
-        implementation = request.settle(element, differentiated=save).implementation
-        if not can_merge(element, flags, backward=False) or (save and implementation.backward is None):
+        settled = request.settle(element, differentiated=save)
+        if not can_merge(element, flags, backward=False) or (save and settled.implementation.backward is None):
             return _by_jax(functools.partial(body, partitioned=False), size, batched, (call,))
-        results = _forward(request, merge(joined, flags, size), save=save)
+        larger, chosen = merge(joined, flags, size), settled.decision.implementation
+        if save and request.settle(larger, differentiated=True).decision.implementation != chosen:
+            # The backward pass is this implementation's, and another one saves other things.
+            return _by_jax(functools.partial(body, partitioned=False), size, batched, (call,))
+        outputs, saved, _ = _forward(request, larger, save=save)
+        results = outputs, saved, Static(chosen)
         results = jax.tree.map(lambda x: split_array(x, size, call.vmapped), results)
         return results, jax.tree.map(lambda _: True, results)
 

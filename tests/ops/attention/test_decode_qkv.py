@@ -237,6 +237,19 @@ def test_vmap_is_one_launch_with_more_sequences():
     assert "bf16[12,2,4,4,64]" in str(traced.jaxpr)
 
 
+def test_vmapped_calls_that_are_too_many_for_the_kernel_take_another_implementation():
+    """A kernel has 64 rows at most, and these are 80."""
+    arrays = structs(b=16, c=64)
+    shared = TestDecodeQkv.shared
+    mapped = {name: x if name in shared else jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for name, x in arrays.items()}
+    axes = ({name: None if name in shared else 0 for name in arrays},)
+    with tilewright.target("h200"):
+        traced = jax.jit(jax.vmap(lambda x: decode_qkv(**x), axes)).trace(mapped)
+        assert kernels_in(jax.jit(lambda x: decode_qkv(**x)).trace(arrays).jaxpr) == 2
+    assert kernels_in(traced.jaxpr) == 0
+    assert jax.tree.leaves(traced.out_info)[0].shape == (5, 16, *arrays["q_proj"].shape[1:])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("caches_differ", [True, False])
 def test_vmapped_calls_are_the_calls_one_by_one(caches_differ):

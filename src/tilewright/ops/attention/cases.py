@@ -102,5 +102,6 @@ CASES: tuple[Case, ...] = (
     _case("gqa_8k", 1, 8192, 8192, (32, 8), 128, causal=True),
     _case("mla_4k", 1, 4096, 4096, (16, 16), 192, 128, causal=True),
     _case("packed_8k", 1, 8192, 8192, (8, 8), 128, causal=True, segments=8, density=0.5 / 8),
+    _case("d64_4k", 4, 4096, 4096, (16, 16), 64, causal=True),
     _case("gemma_4k", 1, 4096, 4096, (8, 4), 256, causal=True, window=(1023, 0), soft_cap=50.0),
 )

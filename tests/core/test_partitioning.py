@@ -49,7 +49,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=pytest.mark.slow) if op == "gated_delta_rule" else op for op in CALLS]
+)
 def test_values_and_gradients_are_those_of_one_device(op: str, mesh) -> None:
     options = {"normalize_qk": True} if op == "gated_delta_rule" else {}
 

@@ -344,6 +344,7 @@ def buffers(tree: Any) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @every_layer
 def test_every_leaf_is_a_buffer_of_its_own(name: str) -> None:
     """Weights and states, as they are made and under `jit`: donating a tree must not donate a buffer twice."""
@@ -353,8 +354,9 @@ def test_every_leaf_is_a_buffer_of_its_own(name: str) -> None:
             assert len(set(buffers(tree))) == len(buffers(tree))
 
 
+@pytest.mark.slow
 @every_layer
-@pytest.mark.parametrize("t", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("t", [1, 3])
 @pytest.mark.filterwarnings("error")
 def test_a_donated_state_is_updated_in_place(name: str, t: int) -> None:
     layer, w, x = LAYERS[name], weights(name), tokens(2, t)

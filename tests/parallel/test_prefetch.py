@@ -58,6 +58,7 @@ def prefetched(policy: Any, stacks: Any, x: jax.Array, kept: jax.Array) -> Any:
     return objective(x, more), more["chosen"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values_and_gradients_are_those_of_a_plain_loop(policy: str) -> None:
     graded = jax.value_and_grad(plain, argnums=(0, 1), has_aux=True)

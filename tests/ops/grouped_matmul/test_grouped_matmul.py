@@ -65,6 +65,7 @@ def test_sizes_of_groups(sizes: list[int]) -> None:
     assert not np.any(got[sum(sizes) :])
 
 
+@pytest.mark.slow
 def test_agrees_with_ragged_dot() -> None:
     """An oracle that is not ours, values and gradients."""
     x, w, sizes, dy = draw(40, 16), draw(4, 16, 12, seed=1), jnp.array([7, 0, 20, 9]), draw(40, 12, seed=2)

@@ -348,6 +348,7 @@ def _both_losses(logits: jax.Array, scoring: Any, mask: jax.Array | None) -> jax
     return moe_load_balance_loss(logits, experts, scoring=scoring, mask=mask) + moe_z_loss(logits, mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_losses_of_extreme_masked_and_no_tokens(scoring: Any) -> None:
     """Scores that underflow, NaN and infinities at a token that does not count: finite, and 0 of no tokens."""

@@ -236,6 +236,7 @@ def test_explicit_axes_that_cut_a_head_are_refused(normalize: int, heads: int, c
             short_conv_step(state, whole[0][:, 0], whole[1], normalize=normalize)
 
 
+@pytest.mark.slow
 def test_shard_map(cpu_devices: list) -> None:
     """Each device has a head. Parts that are not whole heads are refused: they have too few channels."""
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,), devices=cpu_devices[:4])

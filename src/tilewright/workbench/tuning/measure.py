@@ -130,7 +130,8 @@ class Bench:
         metrics = {name: answer.get(name) for name in ("compile_s", "temp_bytes", "peak_bytes")}
         outcome = self._judged(Outcome(config, "prepared", metrics=metrics), answer["checks"])
         if outcome.status == "prepared":
-            if (first := self._programs.setdefault(answer["program"], config)) != config:
+            program = answer.get("program")
+            if program is not None and (first := self._programs.setdefault(program, config)) != config:
                 return dataclasses.replace(outcome, status="same", reason=f"the program is that of {first}")
             outcome = self._timed(worker, outcome)
         # The first one is what dispatch takes already.

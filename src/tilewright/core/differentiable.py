@@ -297,16 +297,14 @@ def _forward(request: Request, call: Call, *, save: bool) -> tuple[Any, Any, Sta
         joined, flags = call.join_shared(batched[0], size)
         element = element_of(joined, flags)
         settled = request.settle(element, differentiated=save)
-        if not can_merge(element, flags, backward=False) or (save and settled.implementation.backward is None):
-            return _by_jax(functools.partial(body, partitioned=False), size, batched, (call,))
-        larger, chosen = merge(joined, flags, size), settled.decision.implementation
-        if save and request.settle(larger, differentiated=True).decision.implementation != chosen:
+        if can_merge(element, flags, backward=False) and not (save and settled.implementation.backward is None):
+            larger, chosen = merge(joined, flags, size), settled.decision.implementation
             # The backward pass is this implementation's, and another one saves other things.
-            return _by_jax(functools.partial(body, partitioned=False), size, batched, (call,))
-        outputs, saved, _ = _forward(request, larger, save=save)
-        results = outputs, saved, Static(chosen)
-        results = jax.tree.map(lambda x: split_array(x, size, call.vmapped), results)
-        return results, jax.tree.map(lambda _: True, results)
+            if not save or request.settle(larger, differentiated=True).decision.implementation == chosen:
+                outputs, saved, _ = _forward(request, larger, save=save)
+                results = jax.tree.map(lambda x: split_array(x, size, call.vmapped), (outputs, saved, Static(chosen)))
+                return results, jax.tree.map(lambda _: True, results)
+        return _by_jax(functools.partial(body, partitioned=False), size, batched, (call,))
 
     return function(call)
 

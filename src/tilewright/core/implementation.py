@@ -8,6 +8,7 @@ or a tuple of them, one per GPU architecture; or a mapping from the op's name, w
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,12 +108,12 @@ class Pass:
             if type(config) is self.config:
                 return config, "argument", ""
         assert self.heuristic is not None
-        heuristic = self.heuristic(chip, call)
+        heuristic = functools.partial(self.heuristic, chip, call)
         for found in known:
-            config = found.lent(heuristic)
+            config = found.config_with(heuristic)
             if config is not None and self.refusal(call, Launch(chip, config, None)) is None:
                 return config, "tuned" if found.exact else "tuned nearby", str(found)
-        return heuristic, "heuristic", ""
+        return heuristic(), "heuristic", ""
 
 
 def gradient_of(implementation: str, forward: Pass) -> Pass:

@@ -7,8 +7,8 @@ direction) for one shape bucket (`Call.bucket`), with what was measured or estim
 Where the caller names no config, a pass takes the entry of the call's own bucket. Without one it takes what tuning changed
 in the nearest bucket, up to a factor of four away over all sizes together: the heuristic's config of this call, with the
 fields in which that entry's config differs from the heuristic's of its own bucket. The other fields are the heuristic's for
-good reason: a block for 32 heads can be a third slower for 64. Where that fits no call, it takes the heuristic's config. A
-process reads a table once, when an op is first traced for the chip.
+good reason: a block for 32 heads can be a third slower for 64. Where that does not fit the call, it takes the heuristic's.
+A process reads a table once, when an op is first traced for the chip.
 
 A table that cannot be read, or an entry that was changed by hand, is a warning, and is treated as not there.
 """
@@ -22,7 +22,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -235,14 +235,18 @@ class Found:
     entry: Entry
     exact: bool
 
-    def lent(self, heuristic: Config) -> Config | None:
-        """The config for a call whose heuristic's config is this. None where what tuning changed is not valid with it."""
+    def config_with(self, heuristic: Callable[[], Config]) -> Config | None:
+        """The config for a call whose heuristic's config `heuristic` computes, which a call's own entry does not need.
+
+        None where what tuning changed nearby is not valid with it.
+        """
         tuned_from = self.entry.heuristic
         if self.exact or tuned_from is None:
             return self.config
         changed = {name: value for name, value in self.entry.config.items() if value != tuned_from.get(name)}
+        own = heuristic()
         try:
-            return read_config(heuristic.to_json() | changed, type(heuristic))
+            return read_config(own.to_json() | changed, type(own))
         except ValueError:
             return None
 

@@ -26,7 +26,7 @@ NOT_SAID = "not said"
 """What a line of an earlier run does not have."""
 _CHOSEN = "chosen"
 # What a tuner may call a trial that counts.
-_FINE = ("ok", "measured", "estimated", "timed", "better", "kept", "slow", "slower", "same", "worse", _CHOSEN)
+_FINE = ("ok", "measured", "estimated", "timed", "better", "kept", "slow", "slower", "worse", _CHOSEN)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def tune(
     start = held.config if held is not None and keeps else heuristic
     kind = type(heuristic)
     before = {tuned.read_config(json.loads(text), kind): record for text, record in _earlier(records, target).items()}
-    lent = [config for found in known[:2] if (config := found.lent(heuristic)) is not None]
+    lent = [config for found in known[:2] if (config := found.config_with(lambda: heuristic)) is not None]
     first = [heuristic, *(config for config in lent if target.refusal(config) is None)]
     first += [tuned.read_config(each.configs[target.direction], kind) for each in results.best_of(before.values())]
     tried = {

@@ -301,11 +301,11 @@ class Batch:
                 raise ValueError(f"row {row} has {len(ids)} tokens, all that its cache has room for; let it leave")
         model = self._model
         with model.on_mesh():
-            # A copy: on a CPU, `jnp.asarray` may share the memory that is counted up below, while this still runs.
-            keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.array(self._steps))
+            keys = jax.vmap(jax.random.fold_in)(self._keys, jnp.asarray(self._steps))
             chosen = self._sampling.choose(self._logits, keys)
             self._logits, self._states = _read(model.architecture, model.weights, chosen[:, None], self._states)
-        self._steps += 1
+        # A new array: on a CPU jax may still read the old one, whose memory even `jnp.array` shares.
+        self._steps = self._steps + 1
         tokens = np.asarray(chosen)
         for row, ids in self._ids.items():
             ids.append(int(tokens[row]))

@@ -194,8 +194,9 @@ def test_rows_join_and_leave_a_running_batch() -> None:
     three = batch.join(second[12:], prefix=prefix)
     for _ in range(3):
         batch.step()
-    np.testing.assert_array_equal(batch.leave(two), model.generate([second], 7)[0])
-    np.testing.assert_array_equal(batch.leave(three), model.generate([second], 3)[0])
+    alone = model.generate([second], 7)[0]
+    np.testing.assert_array_equal(batch.leave(two), alone)
+    np.testing.assert_array_equal(batch.leave(three), alone[:-4])
 
 
 @pytest.mark.slow

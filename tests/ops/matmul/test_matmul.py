@@ -20,6 +20,7 @@ from tilewright.ops.matmul.cases import _case
 
 class TestContract(OpContract):
     op_name = "matmul"
+    wrapper_is_interpreted = True
     any_leading_axes = True
     call_type = MatmulCall
     cuts: ClassVar = {"rows": {"tokens0": "x"}, "columns": {"N": "y"}, "both": {"tokens0": "x", "N": "y"}}

@@ -30,6 +30,7 @@ every_implementation = implementations(*IMPLEMENTATIONS)
 
 class TestContract(OpContract):
     op_name = "short_conv"
+    wrapper_is_interpreted = True
     call_type = ShortConvCall
     plainly_differentiable = ("xla",)
     cuts: ClassVar = {"batch": {"B": "x"}, "channels": {"D": "y"}}

@@ -581,6 +581,24 @@ def test_estimates_rank_configs_and_never_stand_for_measurements(
     assert "(tuned: estimated on v6e" in told
 
 
+def test_an_estimate_that_no_small_case_can_check_is_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (forward, _) = targets(
+        dispatch.find_op("rms_norm"), case_of("rms_norm"), "bfloat16", "pallas_tpu", Chip.named("v6e")
+    )
+
+    def compile_each(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Compiled]]:
+        for place, given in enumerate(configs):
+            yield place, Compiled(2000.0 if given["forward"] == forward.heuristic else 1000.0)
+
+    monkeypatch.setattr(Target, "refusal", lambda self, config: "too many rows" if self.case.small else None)
+    trial = Estimates(forward, compile_each, jobs=2)
+    done = session.tune(forward, trial, budget_s=60, records=tmp_path / "tune.jsonl", say=lambda _: None)
+    assert (done.chosen, done.heuristic_s) == (forward.heuristic, 2e-3)
+    assert "could not be checked: no small case of rms_norm takes it" in done.note
+
+
 def test_a_config_at_the_floor_of_its_bytes_ends_the_search(tmp_path: Path) -> None:
     case, chip = case_of("rms_norm"), Chip.named("v6e")
     (forward, _) = targets(dispatch.find_op("rms_norm"), case, "bfloat16", "pallas_tpu", chip)

@@ -89,13 +89,19 @@ class Estimates:
         return Outcome(config, "estimated", better=better, ratio=ratio, metrics=metrics)
 
     def confirm(self, chosen: Config, beside: Config) -> Confirmed:
-        """Checks the chosen config in the interpreter, on a small case that takes it: a wrong one is an error."""
-        one, other = self._outcomes[chosen], self._outcomes.get(beside)
-        metrics = {**one.metrics, **self._checked(chosen)}
+        """Checks the chosen config in the interpreter, on a small case that takes it: a wrong one is an error.
+
+        One that no small case takes is no gain.
+        """
+        one, other, checked = self._outcomes[chosen], self._outcomes.get(beside), self._checked(chosen)
+        metrics = {**one.metrics, **checked}
         if other is not None:
             metrics["heuristic_s"] = other.metrics.get("estimate_s")
         gain = other is None or not metrics.get("heuristic_s") or metrics["estimate_s"] < metrics["heuristic_s"]
         prepared = Outcome(chosen, "estimated", metrics=metrics)
+        if not checked:
+            why = f"{chosen} could not be checked: no small case of {self.target.op.name} takes it"
+            return Confirmed((), (), False, prepared, why)
         return Confirmed((), (), gain, prepared)
 
     def _checked(self, config: Config) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class Confirmed:
     gain: bool
     prepared: Outcome
     """What preparing it said: its errors, its compile time, its memory."""
+    no_gain: str = "the gain over the heuristic is inside the noise"
+    """Why the heuristic's config stays where there is no gain."""
 
 
 class Bench:

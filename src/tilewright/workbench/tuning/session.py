@@ -122,7 +122,7 @@ def _settled(
         heuristic_s = _median(theirs) or confirmed.prepared.metrics.get("heuristic_s")
     seconds, note = _seconds(outcome), ""
     if confirmed is not None and not confirmed.gain:
-        note = "the gain over the heuristic is inside the noise"
+        note = confirmed.no_gain
         chosen, seconds = heuristic, heuristic_s
         outcome = dataclasses.replace(
             outcomes.get(heuristic, outcome), config=heuristic, samples_s=theirs or outcome.samples_s

@@ -38,7 +38,7 @@ def test_a_product_has_the_instructions_and_the_memory_that_are_counted_by_hand(
     binary = kernel.binary
     assert binary is not None
     # Two consumers and a producer. The 64 x 256 outputs of a consumer are 128 registers of each of its threads.
-    assert (binary.threads, binary.setmaxnreg) == (3 * 128, (config.consumer_registers, config.producer_registers))
+    assert (binary.threads, binary.setmaxnreg) == (3 * 128, (232, 40))
     assert (binary.spill_store_bytes, binary.spill_load_bytes, binary.spill_bytes_in_loops) == (0, 0, 0)
     assert binary.smem_bytes >= config.stages * (128 + 256) * 64 * 2
     steady = binary.steady_state

@@ -8,22 +8,74 @@ import pytest
 import tilewright
 from tests.ops.composition import able_to_run, kernels_in
 from tilewright import matmul
-from tilewright.configs import MatmulSm90Forward
+from tilewright.configs import MatmulSm90Backward, MatmulSm90Forward
+
+
+def assert_scaled_product(m: int, k: int, n: int, config: MatmulSm90Forward) -> None:
+    for_x, for_w = jax.random.split(jax.random.key(0))
+    x = tilewright.quantize(jax.random.normal(for_x, (m, k)), "float8_e4m3fn", block=(1, 128))
+    w = tilewright.quantize(jax.random.normal(for_w, (k, n)), "float8_e4m3fn", block=(128, 128))
+    exact = tilewright.dequantize(x).astype(jnp.float32), tilewright.dequantize(w).astype(jnp.float32)
+    with tilewright.interpret():
+        y = tilewright.matmul(x, w, implementation="pallas_gpu", config=config, out_dtype=jnp.float32)
+    want = jnp.dot(*exact, precision="highest")
+    assert jnp.max(jnp.abs(y - want)) < 1e-5 * jnp.max(jnp.abs(want))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_n", [64, 256])
 def test_scales_of_tiles_that_are_no_block_of_them(block_n: int) -> None:
     """Half a block of scales, or two of them, of which the last tile has one."""
-    for_x, for_w = jax.random.split(jax.random.key(0))
-    x = tilewright.quantize(jax.random.normal(for_x, (72, 256)), "float8_e4m3fn", block=(1, 128))
-    w = tilewright.quantize(jax.random.normal(for_w, (256, 384)), "float8_e4m3fn", block=(128, 128))
-    exact = tilewright.dequantize(x).astype(jnp.float32), tilewright.dequantize(w).astype(jnp.float32)
-    with tilewright.interpret():
-        config = MatmulSm90Forward(block_n, 2, 4)
-        y = tilewright.matmul(x, w, implementation="pallas_gpu", config=config, out_dtype=jnp.float32)
-    want = jnp.dot(*exact, precision="highest")
-    assert jnp.max(jnp.abs(y - want)) < 1e-5 * jnp.max(jnp.abs(want))
+    assert_scaled_product(72, 256, 384, MatmulSm90Forward(block_n, 2, 4))
+
+
+@pytest.mark.slow
+def test_three_consumers_scale_rows_that_are_no_whole_tiles() -> None:
+    """Two tiles of 192 rows, of which the second has 8; three steps for two stages."""
+    assert_scaled_product(200, 384, 256, MatmulSm90Forward(128, 2, 4, block_m=192))
+
+
+@pytest.mark.parametrize(
+    ("m", "options", "block_m"),
+    [
+        (4096, {}, 192),  # 22 tiles of 192 rows on each multiprocessor, or 32 of 128.
+        (4096, {"activation": "gelu"}, 128),  # Where z is saved too, four stages do not fit.
+        (4096, {"residual": True}, 128),  # No whole tiles of 192 rows, and the kernel adds a residual to such only.
+        (3840, {"residual": True}, 192),
+        (128, {}, 128),
+    ],
+)
+def test_scaled_products_have_three_consumers_where_their_tiles_fit(m, options, block_m) -> None:
+    x, w = (
+        jax.eval_shape(
+            lambda shape=shape, block=block: tilewright.quantize(jnp.zeros(shape), "float8_e4m3fn", block=block)
+        )
+        for shape, block in (((m, 7168), (1, 128)), ((7168, 16_384), (128, 128)))
+    )
+    y = jax.ShapeDtypeStruct((m, 16_384), jnp.bfloat16) if options.get("residual") else None
+
+    def call(x, w, y):
+        return matmul(x, w, residual=y, activation=options.get("activation"), out_dtype=jnp.bfloat16)
+
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(call, x, w, y).decisions
+    assert decision.forward.config.block_m == block_m
+
+
+def test_bfloat16_has_two_consumers_for_many_rows() -> None:
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 7168), (7168, 16_384)))
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(matmul, x, w).decisions
+    assert decision.forward.config.block_m == 128
+
+
+def test_tiles_that_are_not_possible_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"block_n=256 must be at most 128 with block_m=192: .*; use block_n=128"):
+        MatmulSm90Forward(256, 4, 8, block_m=192)
+    with pytest.raises(ValueError, match=r"3 consumers and a producer 504 together \(720 here\); use 160 and 24"):
+        MatmulSm90Forward(128, 4, 8, block_m=192, consumer_registers=232)
+    with pytest.raises(ValueError, match=r"block_m=192 must be one of 16, 32, 64, 128; use 128"):
+        MatmulSm90Backward(128, 4, 8, block_m=192)
 
 
 @pytest.mark.slow

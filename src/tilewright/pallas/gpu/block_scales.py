@@ -1,5 +1,6 @@
 """Products of quantised operands on Hopper: what their scales may be, and how a tile's products are multiplied by them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -64,30 +65,52 @@ def scaled_at_end(gemm: Gemm, x_scales_ref: Any, w_scales_ref: Any) -> bool:
     return x_scales_ref.shape[0] == 1 and w_scales_ref.shape[-3] == 1
 
 
-def block_scale(gemm: Gemm, x_scales_ref: Any, w_scales_ref: Any, step: Any, row: Any, column: Any) -> Any:
-    """A function that multiplies the products of one step by their scales, as `Gemm.main_loop` takes it.
+@dataclass(frozen=True)
+class BlockScale:
+    """The scales of one step of a tile's products, as `Gemm.main_loop` takes them (`StepScale`)."""
 
-    `row` and `column` are those of the tile; w_scales_ref is [KS, P, NS]. All loads are issued here.
-    """
-    x_step = step if x_scales_ref.shape[0] > 1 else 0
-    w_step = step if w_scales_ref.shape[0] > 1 else 0
-    of_rows = load_row_vector(x_scales_ref.at[x_step, pl.ds(row, gemm.rows)])
-    if w_scales_ref.shape[-1] >= gemm.n:  # One per column.
+    gemm: Gemm
+    x_scales_ref: Any  # [KX, M]
+    w_scales_ref: Any  # [KS, P, NS]
+    step: Any
+    row: Any
+    """The consumer's first row."""
+    column: Any
+    """The tile's first column of each part."""
 
-        def per_column(part: int, first: int, x: jax.Array) -> jax.Array:
-            columns = w_scales_ref.at[w_step, part, pl.ds(column + first, x.shape[1])]
-            shape = (gemm.rows, x.shape[1])
-            return x * along_rows(of_rows, shape) * load_along_columns(columns, shape)
+    @property
+    def _w_step(self) -> Any:
+        return self.step if self.w_scales_ref.shape[0] > 1 else 0
 
-        return per_column
-    # A tile may have columns of two blocks, and the last one of none.
-    first_block, last_block = lax.div(column, jnp.int32(DEPTH)), w_scales_ref.shape[-1] - 1
-    blocks = [jnp.minimum(first_block + i, last_block) for i in range(pl.cdiv(gemm.width, DEPTH))]
-    of_blocks = [[w_scales_ref[w_step, part, block] for block in blocks] for part in range(gemm.parts)]
+    @property
+    def _per_column(self) -> bool:
+        return self.w_scales_ref.shape[-1] >= self.gemm.n
 
-    def per_block(part: int, first: int, x: jax.Array) -> jax.Array:
-        # One number per row, so that a product is one multiplication. It is computed here, where the products are done:
-        # before them, it would wait for the loads.
-        return x * along_rows(of_rows * of_blocks[part][first // DEPTH], x.shape)
+    def load(self) -> tuple[jax.Array, list[list[jax.Array]]]:
+        """Returns x's scale of each row, and for each part w's of each block of columns; no such blocks where w has a scale
+        per column, since all of those would take too many registers.
+        """
+        x_step = self.step if self.x_scales_ref.shape[0] > 1 else 0
+        of_rows = load_row_vector(self.x_scales_ref.at[x_step, pl.ds(self.row, self.gemm.rows)])
+        if self._per_column:
+            return of_rows, []
+        # A tile may have columns of two blocks, and the last one of none.
+        first, last = lax.div(self.column, jnp.int32(DEPTH)), self.w_scales_ref.shape[-1] - 1
+        blocks = [jnp.minimum(first + i, last) for i in range(pl.cdiv(self.gemm.width, DEPTH))]
+        parts = range(self.gemm.parts)
+        return of_rows, [[self.w_scales_ref[self._w_step, part, block] for block in blocks] for part in parts]
 
-    return per_block
+    def factors(self, loaded: Any) -> Any:
+        """Returns one number per row and block of columns, so that a product is multiplied once; x's scales where w has one
+        per column.
+        """
+        of_rows, of_blocks = loaded
+        return of_rows if self._per_column else [[of_rows * block for block in blocks] for blocks in of_blocks]
+
+    def apply(self, factors: Any, part: int, first: int, x: jax.Array) -> jax.Array:
+        """Returns the products x [rows, columns] of a part, from its column `first` on, times their scales."""
+        if self._per_column:
+            shape = (self.gemm.rows, x.shape[1])
+            columns = self.w_scales_ref.at[self._w_step, part, pl.ds(self.column + first, shape[1])]
+            return x * along_rows(factors, shape) * load_along_columns(columns, shape)
+        return x * along_rows(factors[part][first // DEPTH], x.shape)

@@ -40,7 +40,7 @@ block that begins elsewhere with zeros. (The interpreter does not show that.)
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +55,12 @@ from tilewright.pallas.gpu.kernel import compiler_params, interpreted, processor
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import side_by_side, tile_of_zeros, transposed
 from tilewright.pallas.gpu.scheduler import Banded
-from tilewright.pallas.gpu.tile_config import GemmTiles
+from tilewright.pallas.gpu.tile_config import GemmTiles, registers_of
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops, with_accumulators
 
 BLOCK_N, STAGES, BAND = 256, 4, 8
 """What heuristics take: the widest tile, as many stages as fit beside it, and block rows whose operands stay in the L2."""
-_SCALED_BLOCK_N, _SCALED_STAGES = 128, 4  # Scaled sums have registers of their own, so the tile is half as wide.
-_SCALED_PIECES = 2  # Of products in a turn of the loop. With four, registers are spilled.
+SCALED_BLOCK_N, SCALED_STAGES = 128, 4  # Scaled sums have registers of their own, so the tile is half as wide.
 MEMORY_FIELDS = "a smaller block_n or stages"
 
 Epilogue = Callable[..., Callable[..., None]]
@@ -113,8 +112,8 @@ class Gemm:
     @staticmethod
     def of(config: GemmTiles, chip: Chip, *, m: int, n: int, k: int, dtype: Any, **options: Any) -> "Gemm":
         """The product of these sizes with the tiles of a config. Options come before its fields."""
-        fields = ("block_m", "block_n", "stages", "band", "cluster", "consumer_registers", "producer_registers")
-        given = {name: getattr(config, name) for name in fields}
+        given = {name: getattr(config, name) for name in ("block_m", "block_n", "stages", "band", "cluster")}
+        given["consumer_registers"], given["producer_registers"] = registers_of(config)
         return Gemm(chip=chip, m=m, n=n, k=k, dtype=dtype, consumers=config.block_m // _ROWS, **given | options)
 
     @property
@@ -281,7 +280,8 @@ class Gemm:
                 else:
                     pl.when(steps > 0)(lambda: pipeline.release(last))
                 if scale is not None:
-                    apply = scale(warpgroup, 0, *where)
+                    once = scale(warpgroup, 0, *where)
+                    apply = functools.partial(once.apply, once.factors(once.load()))
                     sums = tuple(apply(part, 0, sum_.astype(jnp.float32)) for part, sum_ in enumerate(sums))
                 finish(*sums)
                 return before + steps
@@ -327,55 +327,75 @@ class Gemm:
     ) -> tuple[jax.Array, ...]:
         """The sums over all steps of this consumer's rows, each step's products scaled: float32 [rows, width] per part.
 
-        The products of a step are computed in pieces of the tile. While one is scaled and added, the next is computed.
+        A consumer has the products of one step in flight. While it scales and adds them, the tensor cores compute those of
+        the other consumers. The wait for the next stage stands between the products and their scaling on purpose: the
+        compiler moves nothing across it, and would otherwise place the loads of scales, and the wait for them, before the
+        products. The scales of the next step are loaded while this one's are used.
         """
         own_rows = pl.ds(warpgroup * self.rows, self.rows)
-        # Two pieces and all sums have to fit into registers; 64 columns are in one block of scales.
-        shape = (self.rows, self.width if self.block_n <= _SCALED_BLOCK_N else 64)
+        # The products in flight and all sums have to fit into registers; 64 columns are in one block of scales.
+        shape = (self.rows, self.width if self.block_n <= SCALED_BLOCK_N else 64)
         cuts = self.width // shape[1]
         pieces = [(part, cut) for part in range(self.parts) for cut in range(cuts)]
+        ahead = min(len(pieces), 2)
 
-        def several(first: Any, totals: tuple[jax.Array, ...], *, count: int) -> tuple[jax.Array, ...]:
-            work = [(step, *piece) for step in range(count) for piece in pieces]
-            scales = [scale(warpgroup, first + step, *where) for step in range(count)]
+        def wait_for(step: Any) -> None:
+            @pl.when(step < steps)
+            def _wait() -> None:
+                pipeline.wait(before + step)
 
-            def run(*sums: Accumulator) -> tuple[jax.Array, ...]:
-                results, stages = list(totals), {}
+        def step(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            """Computes step n, whose stage is full. `carry` has the totals, and what was loaded of the scales of step n."""
+            (totals, loaded), stage, of_step = carry, pipeline.stage(before + n), scale(warpgroup, n, *where)
 
+            def run(*sums: Accumulator) -> tuple[Any, Any]:
                 def issue(i: int) -> None:
-                    step, part, cut = work[i]
-                    if step not in stages:
-                        stages[step] = pipeline.wait(before + first + step)
+                    part, cut = pieces[i]
+                    b = pipeline.b.at[stage, part] if self.parts > 1 else pipeline.b.at[stage]
                     columns = pl.ds(cut * shape[1], shape[1])
-                    b = pipeline.b.at[stages[step], part] if self.parts > 1 else pipeline.b.at[stages[step]]
-                    sums[i].add(pipeline.a.at[stages[step], own_rows], transposed(b.at[columns]))  # [rows, columns]
+                    sums[i].add(pipeline.a.at[stage, own_rows], transposed(b.at[columns]))  # [rows, columns]
 
-                issue(0)
-                for i, (step, part, cut) in enumerate(work):
-                    if i + 1 < len(work):
-                        issue(i + 1)
-                    product = sums[i].read(in_flight=1 if i + 1 < len(work) else 0)
-                    if (part, cut) == pieces[-1]:
-                        pipeline.release(before + first + step)
-                    place = part * cuts + cut
-                    scaled = scales[step](part, cut * shape[1], product.astype(jnp.float32))
-                    results[place] = results[place] + scaled
-                return tuple(results)
+                for i in range(ahead):
+                    issue(i)
+                wait_for(n + 1)
+                factors = of_step.factors(loaded)
+                following = scale(warpgroup, jnp.minimum(n + 1, steps - 1), *where).load()
+                results = list(totals)
+                for i, (part, cut) in enumerate(pieces):
+                    product = sums[i].read(in_flight=min(ahead, len(pieces) - i) - 1)
+                    if i + ahead < len(pieces):
+                        issue(i + ahead)
+                    if i + 1 == len(pieces):
+                        pipeline.release(before + n)
+                    results[i] = results[i] + of_step.apply(factors, part, cut * shape[1], product.astype(jnp.float32))
+                return tuple(results), following
 
-            return with_accumulators((shape,) * len(work), run, self.sum_dtype)
+            return with_accumulators((shape,) * len(pieces), run, self.sum_dtype)
 
-        totals = tuple(tile_of_zeros(shape) for _ in pieces)
-        count = max(1, _SCALED_PIECES // len(pieces))
-        groups = steps // count if isinstance(steps, int) else lax.div(steps, jnp.int32(count))
-        totals = lax.fori_loop(0, groups, lambda i, totals: several(i * count, totals, count=count), totals)
-        if not isinstance(steps, int) or steps % count:
-            totals = lax.fori_loop(groups * count, steps, functools.partial(several, count=1), totals)
+        wait_for(0)
+        carry = tuple(tile_of_zeros(shape) for _ in pieces), scale(warpgroup, jnp.int32(0), *where).load()
+        totals, _ = lax.fori_loop(0, steps, step, carry)
         return tuple(side_by_side(totals[part * cuts : (part + 1) * cuts]) for part in range(self.parts))
 
 
-Scale = Callable[..., Callable[[int, int, jax.Array], jax.Array]]
-"""(consumer, step, *place) -> a function of a part's number, a column of it, and its products of that step from there on,
-float32 [rows, columns]. What it loads is on its way while the products are computed."""
+class StepScale(Protocol):
+    """The scales of one step's products, in three stages, so that a kernel can place the loads before the products."""
+
+    def load(self) -> Any:
+        """Returns the scales in registers: a pytree of arrays."""
+        ...
+
+    def factors(self, loaded: Any, /) -> Any:
+        """Returns what `apply` multiplies by, computed from what `load` returned."""
+        ...
+
+    def apply(self, factors: Any, part: int, first: int, x: jax.Array, /) -> jax.Array:
+        """Returns the products x of a part from its column `first` on, float32 [rows, columns], times their scales."""
+        ...
+
+
+Scale = Callable[..., StepScale]
+"""(consumer, step, *place) -> the scales of that step of the tile."""
 
 
 def scales_each_step(call: Any) -> bool:
@@ -400,7 +420,7 @@ def largest_tile(
 
     `memory`: the shared memory of the kernels with a config.
     """
-    block_n, most = (_SCALED_BLOCK_N, _SCALED_STAGES) if scales_each_step(call) else (BLOCK_N, STAGES)
+    block_n, most = (SCALED_BLOCK_N, SCALED_STAGES) if scales_each_step(call) else (BLOCK_N, STAGES)
     block_m = 64 if rows_per_group <= 64 else 128
     if call.x_scales is None and call.w_scales is not None:
         # A group begins at any row, and its first tile at a multiple of ALIGNMENT.

@@ -37,7 +37,7 @@ from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, 
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
 from tilewright.ops.grouped_matmul.pallas_gpu.sm90_dw import dw_gemm, dw_scratch, weight_gradient
 from tilewright.pallas.gpu import weight_only
-from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands, scaled_at_end
+from tilewright.pallas.gpu.block_scales import DEPTH, BlockScale, refused_operands, scale_operands, scaled_at_end
 from tilewright.pallas.gpu.gemm import ALIGNMENT, BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape, with_rows_past_end
 from tilewright.pallas.gpu.pipeline import Pipeline
@@ -150,7 +150,8 @@ def _rows_kernel(
 
     def scale(consumer: Any, step: Any, start: Any, group: Any, bounds: Any, column: Any) -> Any:
         row = start + consumer * gemm.rows
-        return block_scale(gemm, x_scales_ref, w_scales_ref.at[group], step, row, column * gemm.width)
+        own = w_scales_ref.at[jnp.minimum(group, groups - 1)]  # Rows past the last group load scales, and use none.
+        return BlockScale(gemm, x_scales_ref, own, step, row, column * gemm.width)
 
     gemm.main_loop(
         x_ref,

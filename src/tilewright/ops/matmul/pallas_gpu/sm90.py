@@ -5,10 +5,10 @@
 Floor: 2 M K N FLOPs per product and part; x and w read once, y written once. Here: those FLOPs. The operands are read from
 memory about once per band of block rows.
 
-Blocking: the main loop of pallas/gpu/gemm.py, tiles of [128, block_n]. The epilogue adds the bias, applies the activation
-in float32 and stores the tile in parts of 64 columns through two buffers in shared memory. With swiglu a tile has half of
-its columns from the gates and half from the values, so both are in the same registers. Where a gradient will be asked for,
-z = x w + bias is stored beside y.
+Blocking: the main loop of pallas/gpu/gemm.py, tiles of [block_m, block_n]. The epilogue adds the bias, applies the
+activation in float32 and stores the tile in parts of 64 columns through two buffers in shared memory. With swiglu a tile
+has half of its columns from the gates and half from the values, so both are in the same registers. Where a gradient will
+be asked for, z = x w + bias is stored beside y.
 
 The gradients are the same kernel without an epilogue: dx reads w, and dw reads x, transposed in shared memory, so neither
 has a transposed copy. dz is computed from z and dy in one pass over memory, for swiglu by a kernel.
@@ -20,12 +20,19 @@ Quantised weights with a float x: for up to 256 rows the kernel converts them (p
 dequantised by XLA to bfloat16 first, which rounds each of them once and is a small part of the time.
 
 Two quantised operands, int8 or float8: a step has 128 of K, and its products are scaled and added up in float32 registers
-(`Gemm.main_loop`, `scale`), so a tile is 128 columns wide. Scales are read from the L2 cache while the products of their
-step are computed. w is read as [N, K], which is how float8 is stored by `quantize`; other layouts cost a transposed copy.
+(`Gemm.main_loop`, `scale`), so a tile is 128 columns wide. One consumer scales while the tensor cores compute the products
+of the others, so three consumers (block_m=192) keep them busier than two, and the heuristic takes them where the tiles of
+192 rows do not lose more at the edges (`_tall_tiles`). Scales are read from the L2 cache a step ahead. w is read as [N, K],
+which is how float8 is stored by `quantize`; other layouts cost a transposed copy.
 
-Tried and dropped for these (4096 x 7168 x 16384; FLOP/s over those of bfloat16 in the same run, 1.44 as it is): the product
-of both scales before those of the step, 1.38; scales loaded a turn ahead, 1.39; tiles of 192 columns in pieces of 64 or 96,
-1.21 and 1.31; a product in flight from turn to turn, which ptxas serialises.
+Measured on an H200, 4096 x 7168 x 16384 in float8 with scales of 1 x 128 and 128 x 128: 0.832 ms (1,156 TFLOP/s), where
+bfloat16 took 1.421 ms in the same run. Tried and dropped:
+- With three consumers: 3 stages 0.961 ms, band 16 0.855 ms, a cluster of 2 0.854 ms.
+- With two consumers: 0.901 ms; band 4 0.858 ms, band 16 0.870 ms, a cluster of 2 0.878 ms; 5 stages 1.227 ms and 6 stages
+  1.167 ms.
+- Two consumers that each have a product in flight while they scale the one before it: 0.939 ms. With that schedule, tiles
+  of 192 columns in pieces of 64 or 96 were slower by 16 % and 9 %.
+- A product in flight from one turn of the loop to the next: ptxas serialises it.
 """
 
 import functools
@@ -44,16 +51,30 @@ from tilewright.ops.matmul.config import MatmulSm90Backward, MatmulSm90Forward
 from tilewright.ops.matmul.pallas_gpu import sm90_few_rows as few_rows
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu import weight_only
-from tilewright.pallas.gpu.block_scales import DEPTH, block_scale, refused_operands, scale_operands, scaled_at_end
-from tilewright.pallas.gpu.gemm import BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, largest_tile, scales_each_step
+from tilewright.pallas.gpu.block_scales import DEPTH, BlockScale, refused_operands, scale_operands, scaled_at_end
+from tilewright.pallas.gpu.gemm import (
+    BAND,
+    BLOCK_N,
+    MEMORY_FIELDS,
+    SCALED_BLOCK_N,
+    SCALED_STAGES,
+    STAGES,
+    Gemm,
+    largest_tile,
+    scales_each_step,
+)
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import load_along_columns, load_tile
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, stored_columns
 from tilewright.pallas.gpu.swiglu_gradient import rounded_d_product
+from tilewright.pallas.gpu.tile_config import TALL
 from tilewright.pallas.gpu.wgmma import not_bfloat16
 
 _CLUSTER = 2
+# The time of a row of tiles with three consumers over that with two. In the product of the docstring, a thread block has up
+# to 22 tiles of 192 rows in 0.832 ms, or 32 of 128 rows in 0.901 ms.
+_TALL_COST = 0.9
 
 
 def _kernel(
@@ -103,7 +124,7 @@ def _kernel(
 
     def scale(consumer: Any, step: Any, i: Any, j: Any) -> Any:
         row = (i * gemm.consumers + consumer) * gemm.rows
-        return block_scale(gemm, x_scales_ref, w_scales_ref, step, row, j * gemm.width)
+        return BlockScale(gemm, x_scales_ref, w_scales_ref, step, row, j * gemm.width)
 
     gemm.main_loop(
         a_ref,
@@ -285,9 +306,28 @@ def _backward_memory(call: MatmulCall, launch: Launch) -> dict[str, int]:
     }
 
 
+def _tall_tiles(chip: Chip, call: MatmulCall) -> MatmulSm90Forward | None:
+    """The config with three consumers, for products that are scaled each step; None where two are faster."""
+    m, _, n = call.sizes
+    config = MatmulSm90Forward(SCALED_BLOCK_N, SCALED_STAGES, BAND, block_m=TALL)
+    # With fewer stages it is slower. A residual that the kernel cannot add makes y float32, which leaves no room for them.
+    if not scales_each_step(call) or _forward_memory(call, Launch(chip, config, None))["forward"] > (
+        chip.smem_bytes or 0
+    ):
+        return None
+
+    def rows_in_turn(block_m: int) -> int:
+        """The rows that the thread block with most tiles computes."""
+        tiles = pl.cdiv(m, block_m) * pl.cdiv(call.parts * n, SCALED_BLOCK_N)
+        return pl.cdiv(tiles, chip.multiprocessors or 1) * block_m
+
+    return config if _TALL_COST * rows_in_turn(TALL) < rows_in_turn(2 * WIDTH) else None
+
+
 def _heuristic(chip: Chip, call: MatmulCall) -> MatmulSm90Forward:
     m, _, _ = call.sizes
-    return few_rows.heuristic(chip, call) or largest_tile(
+    few_or_tall = few_rows.heuristic(chip, call) or _tall_tiles(chip, call)
+    return few_or_tall or largest_tile(
         MatmulSm90Forward,
         chip,
         lambda config: _forward_memory(call, Launch(chip, config, None)),

@@ -19,6 +19,7 @@ from tilewright.ops.matmul.config import MatmulSm90Forward
 from tilewright.ops.matmul.pallas_gpu.sm90_whole_depth import WholeDepth
 from tilewright.pallas.gpu.few_rows import TILE_COLUMNS, TILE_ROWS, FewRows, chosen_tiles
 from tilewright.pallas.gpu.gemm import BAND, BLOCK_N
+from tilewright.pallas.gpu.tile_config import registers_of
 
 # The share of the multiprocessors that takes all of the memory's bandwidth: 64 bytes per clock are about 110 GB/s for each,
 # and an H200 with 132 of them has 4.8 TB/s. An estimate, not a measurement.
@@ -55,6 +56,7 @@ def _whole_depth(call: MatmulCall, launch: Launch) -> WholeDepth:
 
 def _products(call: MatmulCall, launch: Launch) -> FewRows:
     (m, k, n), config = call.sizes, launch.config
+    consumer, producer = registers_of(config)
     return FewRows(
         chip=launch.chip,
         m=m,
@@ -63,8 +65,8 @@ def _products(call: MatmulCall, launch: Launch) -> FewRows:
         rows=config.block_m,
         stages=config.stages,
         splits=config.splits,
-        consumer_registers=config.consumer_registers,
-        producer_registers=config.producer_registers,
+        consumer_registers=consumer,
+        producer_registers=producer,
     )
 
 

@@ -22,6 +22,7 @@ from tilewright.ops.delta_rule.api import gated_delta_rule as gated_delta_rule
 from tilewright.ops.delta_rule.api import gdn_gate as gdn_gate
 from tilewright.ops.delta_rule.api import kda as kda
 from tilewright.ops.delta_rule.api import kda_gate as kda_gate
+from tilewright.ops.delta_rule.gate_of_product.api import kda_gate_of_product as kda_gate_of_product
 from tilewright.ops.delta_rule.step.api import delta_rule_step as delta_rule_step
 from tilewright.ops.delta_rule.step.api import gated_delta_rule_step as gated_delta_rule_step
 from tilewright.ops.delta_rule.step.api import kda_step as kda_step
@@ -38,6 +39,7 @@ from tilewright.ops.moe.api import moe_z_loss as moe_z_loss
 from tilewright.ops.norm.api import gated_rms_norm as gated_rms_norm
 from tilewright.ops.norm.api import layer_norm as layer_norm
 from tilewright.ops.norm.api import rms_norm as rms_norm
+from tilewright.ops.norm.of_product.api import gated_rms_norm_of_product as gated_rms_norm_of_product
 from tilewright.ops.rope.api import apply_rope as apply_rope
 from tilewright.ops.rope.api import rope_tables as rope_tables
 from tilewright.ops.short_conv.api import short_conv as short_conv

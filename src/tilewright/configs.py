@@ -29,6 +29,7 @@ from tilewright.ops.delta_rule.config import DeltaRuleSm90Forward as DeltaRuleSm
 from tilewright.ops.delta_rule.config import DeltaRuleTpuBackward as DeltaRuleTpuBackward
 from tilewright.ops.delta_rule.config import DeltaRuleTpuForward as DeltaRuleTpuForward
 from tilewright.ops.delta_rule.config import DeltaRuleXlaForward as DeltaRuleXlaForward
+from tilewright.ops.delta_rule.gate_of_product.config import GateOfProductSm90Forward as GateOfProductSm90Forward
 from tilewright.ops.delta_rule.step.config import DeltaRuleStepSm90Forward as DeltaRuleStepSm90Forward
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward as GroupedMatmulSm90Backward
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Forward as GroupedMatmulSm90Forward
@@ -50,6 +51,7 @@ from tilewright.ops.norm.config import NormSm90Backward as NormSm90Backward
 from tilewright.ops.norm.config import NormSm90Forward as NormSm90Forward
 from tilewright.ops.norm.config import NormTpuBackward as NormTpuBackward
 from tilewright.ops.norm.config import NormTpuForward as NormTpuForward
+from tilewright.ops.norm.of_product.config import NormOfProductSm90Forward as NormOfProductSm90Forward
 from tilewright.ops.short_conv.config import ShortConvSm90Backward as ShortConvSm90Backward
 from tilewright.ops.short_conv.config import ShortConvSm90Forward as ShortConvSm90Forward
 from tilewright.ops.short_conv.config import ShortConvTpuBackward as ShortConvTpuBackward

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tilewright.core.derivatives import with_derivatives
+from tilewright.core.derivatives import forward_only, with_derivatives
 
 X = jnp.linspace(0.1, 0.9, 4)
 Y = jnp.linspace(-0.5, 0.7, 4)
@@ -87,3 +87,25 @@ def test_inside_loops_remat_and_shard_map() -> None:
         for one in (function_and_log()[0], plain)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_a_forward_only_kernel_is_its_plain_version_where_it_is_differentiated() -> None:
+    """The kernel here has an error of its own, which tells it apart."""
+    function = forward_only(lambda given: plain(**given, scale=3.0) + 1.0, lambda given: plain(**given, scale=3.0))
+    given = {"x": X, "y": Y}
+    for transformed in (jax.jit(function), jax.vmap(function)):
+        np.testing.assert_allclose(transformed(given), plain(X, Y, 3.0) + 1.0, rtol=1e-5)
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(function({"x": x, "y": Y}))
+
+    value, first, second = jax.jit(lambda x: (*jax.value_and_grad(total)(x), jax.jacfwd(jax.grad(total))(x)))(X)
+    want = np.sum(plain(X, Y, 3.0)), 3 * np.cos(X) * Y, np.diag(-3 * np.sin(X) * Y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (value, first, second), want)
+
+
+def test_a_forward_only_kernel_has_no_tangents_of_what_is_not_differentiated() -> None:
+    """The product of a tangent that is zero would be computed: the compiler does not leave it out."""
+    function = forward_only(jnp.dot, jnp.dot)
+    text = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(function(x, jnp.ones((4, 4))))))(X))
+    assert text.count("dot_general") == 2

@@ -36,6 +36,18 @@ def shown(array: Any) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
 
 
+def check_operands(x: Any, w: Any) -> None:
+    """Raises unless x [..., K] and w [K, heads, channels] can be multiplied, and are of one floating dtype."""
+    if x.ndim < 1 or x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be [..., K] of float32 or bfloat16: pass x.astype(jnp.bfloat16)")
+    if w.ndim != 3 or w.shape[0] != x.shape[-1] or w.dtype != x.dtype:
+        k = x.shape[-1]
+        raise ValueError(
+            f"w is {shown(w)} and x is {shown(x)}; w must be [{k}, heads, channels] of x's dtype: pass "
+            f"w.reshape({k}, heads, -1).astype(x.dtype)"
+        )
+
+
 def dtype_name(dtype: Any) -> str | None:
     """The name of a dtype that is given by name, as a NumPy dtype or as a scalar type; None where it is no dtype."""
     try:

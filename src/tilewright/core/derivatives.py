@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
@@ -48,6 +49,22 @@ def with_derivatives(
         return outputs, linear(*rules, saved, tuple(tangents[:differentiable]), outputs)
 
     wrapped.defjvp(rule)
+    return wrapped
+
+
+def forward_only(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` where nothing is differentiated, and where it is, `plain`, which has the same arguments and derivatives.
+
+    For a kernel that takes the place of several steps and saves nothing for a gradient: a program that is differentiated is
+    then the one that has the steps, with what they save and what `jax.checkpoint` knows of them.
+    """
+    wrapped = jax.custom_jvp(kernel)
+
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(primals)
+        return _jvp_of_moving(lambda every: plain(*jax.tree.unflatten(tree, every)), leaves, jax.tree.leaves(tangents))
+
+    wrapped.defjvp(rule, symbolic_zeros=True)
     return wrapped
 
 
@@ -100,13 +117,18 @@ def _jvp(primals: Any, tangents: Any, *, evaluate: Any, num_saved: int, **params
     if all(isinstance(t, ad.Zero) for t in of_saved):
         again = [ad.instantiate_zeros(t) for t in tangents[num_saved:]]
         return _linear_p.bind(*primals, **params), _linear_p.bind(*saved, *again, **params)
-    moving = [n for n, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    return _jvp_of_moving(lambda every: evaluate(every[:num_saved], every[num_saved:]), primals, tangents)
 
-    def moved(values: list[Any]) -> list[Any]:
+
+def _jvp_of_moving(function: Callable[[list[Any]], Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """`jax.jvp` of a function of a list of arrays, without tangents of those that are not differentiated."""
+    moving = [n for n, t in enumerate(tangents) if not isinstance(t, ad.Zero | SymbolicZero)]
+
+    def moved(values: list[Any]) -> Any:
         every = list(primals)
         for n, value in zip(moving, values, strict=True):
             every[n] = value
-        return evaluate(every[:num_saved], every[num_saved:])
+        return function(every)
 
     return jax.jvp(moved, ([primals[n] for n in moving],), ([tangents[n] for n in moving],))
 

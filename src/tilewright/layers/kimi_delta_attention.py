@@ -1,17 +1,26 @@
 """Kimi Delta Attention, the layer of Kimi Linear: a gated delta rule with one decay per key channel."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
+from tilewright.core.derivatives import forward_only
 from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.core.quantized import QuantizedArray
 from tilewright.layers.delta_layer import DeltaLayer, Heads, decay_parameters
 from tilewright.layers.layer import Leaf, Parameter, linear, project, split_heads
 from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate
+from tilewright.ops.delta_rule.gate_of_product.api import has_kernel as gate_has_kernel
+from tilewright.ops.delta_rule.gate_of_product.api import kda_gate_of_product
 from tilewright.ops.delta_rule.step.api import kda_step
 from tilewright.ops.norm.api import gated_rms_norm
+from tilewright.ops.norm.of_product.api import gated_rms_norm_of_product
+from tilewright.ops.norm.of_product.api import has_kernel as norm_has_kernel
+
+_TOKENS = 8  # Rows of a swizzled tile on a GPU: for other numbers of tokens the kernels copy their arrays.
 
 
 @jax.tree_util.register_dataclass
@@ -107,17 +116,50 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         }
 
     def gates(self, weights: KimiDeltaAttentionWeights, x: Float[Array, "B T D"]) -> tuple[jax.Array, ...]:
-        raw = project(project(x, weights.decay_down), weights.decay_up)
-        raw = split_heads(raw, self.num_heads)  # [B, T, H, K]
-        over = explicit_axes(raw)[2]
-        A_log, dt_bias = placed(weights.A_log, [over]), placed(weights.dt_bias, [over, ()])
-        g = kda_gate(raw, A_log, dt_bias, self.lower_bound)  # [B, T, H, K] float32
+        def steps(x: jax.Array, w: Any, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
+            raw = split_heads(project(x, w), self.num_heads)  # [B, T, H, K]
+            over = explicit_axes(raw)[2]
+            return kda_gate(raw, placed(A_log, [over]), placed(dt_bias, [over, ()]), self.lower_bound)
+
+        low, options = project(x, weights.decay_down), {"lower_bound": self.lower_bound}
+        arrays = {"x": low, "w": weights.decay_up, "A_log": weights.A_log, "dt_bias": weights.dt_bias}
+        g = self._of_product(kda_gate_of_product, gate_has_kernel, steps, options, arrays)  # [B, T, H, K] float32
         return g, jax.nn.sigmoid(project(x, weights.beta_proj).astype(g.dtype))  # [B, T, H]
 
     def normalised(self, weights: KimiDeltaAttentionWeights, x: jax.Array, o: Float[Array, "B T H K"]) -> jax.Array:
-        if self.full_rank_gate:
-            gate = project(x, weights.gate_proj)
-        else:
-            gate = project(project(x, weights.gate_down), weights.gate_up)
-        gate = split_heads(gate, self.num_heads)
-        return gated_rms_norm(o, gate, placed(weights.norm, [()]), activation="sigmoid", eps=self.eps)
+        options: Any = {"activation": "sigmoid", "eps": self.eps}
+
+        def steps(o: jax.Array, x: jax.Array, w: Any, norm: jax.Array) -> jax.Array:
+            return gated_rms_norm(o, split_heads(project(x, w), self.num_heads), placed(norm, [()]), **options)
+
+        if self.full_rank_gate:  # One kernel gains nothing there (ops/norm/of_product).
+            return steps(o, x, weights.gate_proj, weights.norm)
+        low = project(x, weights.gate_down)
+        arrays = {"o": o, "x": low, "w": weights.gate_up, "norm": weights.norm}
+        return self._of_product(gated_rms_norm_of_product, norm_has_kernel, steps, options, arrays)
+
+    def _of_product(
+        self,
+        op: Callable[..., jax.Array],
+        has_kernel: Callable[..., bool],
+        steps: Callable[..., jax.Array],
+        options: dict[str, Any],
+        arrays: dict[str, Any],
+    ) -> jax.Array:
+        """A product x w of low rank and what follows it: by `op`, one kernel, where that is faster than `steps`.
+
+        It is not where it is differentiated; nor for single tokens, whose products have kernels of their own; nor for
+        numbers of tokens that the kernel would pad. Quantised weights and arrays on Explicit mesh axes take `steps`, too.
+        """
+        x, w = arrays["x"], arrays["w"]
+        if isinstance(w, QuantizedArray) or any(any(explicit_axes(array)) for array in arrays.values()):
+            return steps(**arrays)
+
+        def of_heads(given: dict[str, Any]) -> dict[str, Any]:
+            heads = given["w"].astype(x.dtype).reshape(w.shape[0], self.num_heads, self.head_dim)
+            return given | {"w": heads} | options
+
+        batch, tokens, _ = x.shape
+        if not has_kernel(**of_heads(arrays)) or tokens == 1 or batch * tokens % _TOKENS:
+            return steps(**arrays)
+        return forward_only(lambda given: op(**of_heads(given)), lambda given: steps(**given))(arrays)

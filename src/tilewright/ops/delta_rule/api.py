@@ -19,7 +19,14 @@ from tilewright.core.segments import segment_starts
 from tilewright.core.sequence_shards import shard_count, starts_in_shard
 from tilewright.ops.delta_rule.arguments import LARGEST_WIDTH as LARGEST_WIDTH
 from tilewright.ops.delta_rule.arguments import SMALLEST_WIDTH as SMALLEST_WIDTH
-from tilewright.ops.delta_rule.arguments import check_arrays, check_packed, check_segments, given_arrays, normalized
+from tilewright.ops.delta_rule.arguments import (
+    check_arrays,
+    check_decays,
+    check_packed,
+    check_segments,
+    given_arrays,
+    normalized,
+)
 from tilewright.ops.delta_rule.arguments import check_lower_bound as check_lower_bound
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.context import run_on_shard
@@ -215,19 +222,7 @@ def kda_gate(
     g = -exp(A_log) softplus(x + dt_bias); with a lower bound, g = lower_bound sigmoid(exp(A_log) (x + dt_bias)), which
     keeps g between lower_bound and 0. The bound is at least -5 and negative.
     """
-    if x.ndim < 2 or dt_bias.shape != x.shape[-2:]:
-        flat = dt_bias.ndim == 1 and x.ndim >= 2 and dt_bias.size == x.shape[-2] * x.shape[-1]
-        remedy = f": pass dt_bias.reshape({x.shape[-2]}, {x.shape[-1]})" if flat else ""
-        raise ValueError(
-            f"dt_bias has shape {list(dt_bias.shape)} and x {list(x.shape)}; dt_bias must be x's last two axes "
-            f"[HV, K]{remedy}"
-        )
-    if A_log.shape != x.shape[-2:-1]:
-        raise ValueError(
-            f"A_log has shape {list(A_log.shape)} and x {list(x.shape)}; A_log must be [HV] = [{x.shape[-2]}], one per "
-            f"head: pass A_log.reshape(-1)"
-        )
-    check_lower_bound(lower_bound)
+    check_decays("x", x.shape, A_log, dt_bias, lower_bound)
     statistics = accumulator(x.dtype)
     x, A_log, dt_bias = (array.astype(statistics) for array in (x, A_log, dt_bias))
     rate, shifted = _along(jnp.exp(A_log)[:, None], x), x + _along(dt_bias, x)

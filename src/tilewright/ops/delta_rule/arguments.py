@@ -1,5 +1,6 @@
 """Checks and conversions of the arguments that the ops of the family and their steps share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -139,6 +140,25 @@ def check_lower_bound(lower_bound: float | None) -> None:
     """The lower bound of KDA's bounded gate."""
     if lower_bound is not None and not -5 <= lower_bound < 0:
         raise ValueError(f"lower_bound={lower_bound} must be at least -5 and negative; use -5.0, or None for no bound")
+
+
+def check_decays(
+    name: str, shape: Sequence[Any], A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None
+) -> None:
+    """The arguments of KDA's gate of an array with this name and shape, [..., HV, K]."""
+    if len(shape) < 2 or dt_bias.shape != shape[-2:]:
+        flat = dt_bias.ndim == 1 and len(shape) >= 2 and dt_bias.size == shape[-2] * shape[-1]
+        remedy = f": pass dt_bias.reshape({shape[-2]}, {shape[-1]})" if flat else ""
+        raise ValueError(
+            f"dt_bias has shape {list(dt_bias.shape)} and {name} {list(shape)}; dt_bias must be [HV, K], the "
+            f"last two axes of {name}{remedy}"
+        )
+    if A_log.shape != shape[-2:-1]:
+        raise ValueError(
+            f"A_log has shape {list(A_log.shape)} and {name} {list(shape)}; A_log must be [HV] = [{shape[-2]}], one per "
+            f"head: pass A_log.reshape(-1)"
+        )
+    check_lower_bound(lower_bound)
 
 
 def check_segments(segment_ids: jax.Array, v: jax.Array) -> None:

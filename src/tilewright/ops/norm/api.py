@@ -118,9 +118,14 @@ def gated_rms_norm(
             f"use jnp.broadcast_to(gate, x.shape), or gate.reshape(x.shape) where it has the heads in one axis"
         )
     _validate_dtype("gate", gate, x)
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is not an activation of gated_rms_norm; use 'silu' or 'sigmoid'")
+    check_activation("gated_rms_norm", activation)
     return _run(GATED_RMS_NORM, implementation, config, x=x, gate=gate, w=w, eps=eps, activation=activation)
+
+
+def check_activation(op: str, activation: Any) -> None:
+    """Raises unless it is an activation of gates."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not an activation of {op}; use 'silu' or 'sigmoid'")
 
 
 def _run(

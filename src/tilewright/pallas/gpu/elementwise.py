@@ -1,4 +1,4 @@
-"""What kernels without tensor cores share: vectors of channels in registers, their sums, and the sigmoid of float32."""
+"""Elementwise parts of kernels: vectors of channels in registers, their sums, and the sigmoid and softplus of float32."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from tilewright.pallas.gpu.kernel import interpreted
 
@@ -17,7 +17,13 @@ LANES = 32  # Of a warp.
 VECTOR = 8
 """bfloat16 elements in 16 bytes, the widest access of a thread."""
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
+_LEAST_EXPONENT = -128.0  # exp of it is 0 in float32.
+# (log(1 + u) / u - 1) / u for u from 0 to 1, by powers of u: a minimax fit, log(1 + u) within a relative error of 3.3e-8.
+_LOG1P = (
+    *(-0.49999648332595825, 0.333213210105896, -0.24857141077518463, 0.19153566658496857),
+    *(-0.1375362128019333, 0.07920247316360474, -0.03006456233561039, 0.00536452466621995),
+)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
@@ -69,6 +75,47 @@ def sigmoid(x: jax.Array, layout: Any) -> jax.Array:
     return reciprocal(1.0 + jnp.exp2(x * -_LOG2_E), layout)
 
 
+def softplus(x: jax.Array, layout: Any) -> jax.Array:
+    """log(1 + exp(x)) of float32 values in this layout, as max(x, 0) + log(1 + u) for u = exp(-|x|).
+
+    The relative error is a few roundings also where the result is small: log(1 + u) is u plus u times a polynomial, and the
+    rounding of the exponent of 2, which the result would have |x| times, is put back. From x = -20 on, what that leaves of
+    the low part of ln 2 is below a rounding, too. It takes 15 instructions per element, one of them on the special function
+    unit. XLA's has about three times as many, and is bound by them, not by memory. The largest relative error on an H200
+    is 1.8e-7 from -20 on (XLA's: 1.5e-7), and 2.8e-7 from -80 to -20 (1.3e-7).
+    """
+    if interpreted():
+        u = jnp.exp(-jnp.abs(x))
+        series = jnp.full_like(u, _LOG1P[-1])
+        for coefficient in _LOG1P[-2::-1]:
+            series = series * u + coefficient
+        return jnp.maximum(x, 0.0) + (u + u * (u * series))
+
+    def body(_: Any, x: Any) -> Any:
+        f32 = ir.F32Type.get()
+
+        def each(register: Any) -> Any:
+            def constant(value: float) -> Any:
+                splat = ir.DenseElementsAttr.get_splat(register.type, ir.FloatAttr.get(f32, value))
+                return arith.constant(register.type, splat)
+
+            # Nothing below may be fused or reordered by the compiler, so the operations carry no fast-math flags.
+            below = arith.maximumf(arith.negf(math.absf(register)), constant(_LEAST_EXPONENT))
+            exponent = arith.mulf(below, constant(_LOG2_E))
+            rest = math.fma(exponent, constant(-_LN_2), below)  # below = exponent ln 2 + rest
+            u = _per_element(register.type, "ex2.approx.ftz.f32 $0, $1;", exponent)
+            series = constant(_LOG1P[-1])
+            for coefficient in _LOG1P[-2::-1]:
+                series = math.fma(series, u, constant(coefficient))
+            # log(1 + u exp(rest)) = u + u (u series + rest): where u is not small, rest is below a rounding.
+            result = math.fma(u, math.fma(series, u, rest), u)
+            return arith.addf(result, arith.maximumf(register, constant(0.0)))
+
+        return _of_registers(each, x)
+
+    return _inline(body, x, layout)
+
+
 def sums_of_neighbours(x: jax.Array, size: int, layout: Any) -> jax.Array:
     """The sum of each `size` neighbouring elements, repeated over them, of float32 values with one vector per thread.
 
@@ -93,13 +140,9 @@ def sums_of_neighbours(x: jax.Array, size: int, layout: Any) -> jax.Array:
             lanes //= 2
             exchange = f"shfl.sync.bfly.b32 $0, $1, {lanes}, {LANES - 1}, -1;"
             total = arith.addf(total, llvm.inline_asm(f32, [total], exchange, "=f,f"))
-        repeated = vector.from_elements(register.type, [total] * length)
-        registers = np.array([repeated], dtype=object).reshape(x.registers.shape)
-        return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        return _of_registers(lambda _: vector.from_elements(register.type, [total] * length), x)
 
-    returned = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
-    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)
-    return inline(body)(x)
+    return _inline(body, x, layout)
 
 
 def reciprocal(x: jax.Array, layout: Any) -> jax.Array:
@@ -108,19 +151,28 @@ def reciprocal(x: jax.Array, layout: Any) -> jax.Array:
         return 1.0 / x
 
     def body(_: Any, x: Any) -> Any:
-        f32 = ir.F32Type.get()
+        return _of_registers(lambda each: _per_element(each.type, "rcp.approx.ftz.f32 $0, $1;", each), x)
 
-        def each(register: Any) -> Any:
-            parts = []
-            for n in range(ir.VectorType(register.type).shape[0]):
-                position = ir.DenseI64ArrayAttr.get([n])
-                element = vector.extract(register, dynamic_position=[], static_position=position)
-                parts.append(llvm.inline_asm(f32, [element], "rcp.approx.ftz.f32 $0, $1;", "=f,f"))
-            return vector.from_elements(register.type, parts)
+    return _inline(body, x, layout)
 
-        registers = np.array([each(one) for one in x.registers.flat], dtype=object).reshape(x.registers.shape)
-        return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
+def _per_element(kind: Any, instruction: str, register: Any) -> Any:
+    """A vector of float32 of this type: an instruction of PTX for each element of a register."""
+    parts = []
+    for n in range(ir.VectorType(kind).shape[0]):
+        element = vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
+        parts.append(llvm.inline_asm(ir.F32Type.get(), [element], instruction, "=f,f"))
+    return vector.from_elements(kind, parts)
+
+
+def _of_registers(function: Any, x: Any) -> Any:
+    """A value of x's layout, from a function of each register."""
+    registers = np.array([function(one) for one in x.registers.flat], dtype=object).reshape(x.registers.shape)
+    return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+def _inline(body: Any, x: jax.Array, layout: Any) -> jax.Array:
+    """A float32 value of x's shape in this layout, from a function in Mosaic's own operations."""
     returned = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
     inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)
     return inline(body)(x)

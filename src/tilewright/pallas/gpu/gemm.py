@@ -65,7 +65,7 @@ MEMORY_FIELDS = "a smaller block_n or stages"
 
 Epilogue = Callable[..., Callable[..., None]]
 """(consumer, block row, block column), or (consumer, *place) of a `Plan` -> a function of the consumer's part of the tile:
-one float32 array [rows, block_n / parts] for each of the parts."""
+one float32 array [rows, block_n / parts] for each of the parts. With a `fetch` it takes the tile's number behind these."""
 
 ALIGNMENT = 8
 """The row of an array at which a copy of a swizzled tile begins is a multiple of this."""
@@ -234,6 +234,7 @@ class Gemm:
         plan: "Plan | None" = None,
         scale: "Scale | None" = None,
         scale_at_end: bool = False,
+        fetch: Callable[..., None] | None = None,
     ) -> None:
         """Computes this thread block's tiles: those of `plan`, or of the whole product from `first_column` on.
 
@@ -243,6 +244,10 @@ class Gemm:
 
         `epilogue(consumer, i, j)` is called before the tile of block row i and block column j is computed, so that its
         loads run meanwhile. What it returns takes this consumer's rows of the tile, float32 [rows, width] per part.
+
+        `fetch(number, i, j)` is called by the producer once it has issued the copies of a tile's operands, the `number`-th
+        tile of this thread block: it copies what the epilogue reads into a pipeline of the kernel's own. The consumers are
+        `stages` steps behind, so it may wait for buffers that the previous tile's epilogue releases.
         """
         if plan is not None and self.cluster > 1:
             raise ValueError("a plan numbers thread blocks, not clusters of them; use cluster=1")
@@ -256,7 +261,8 @@ class Gemm:
 
             def one_tile(done: Any, before: Any) -> Any:
                 where = plan.locate(done)
-                finish, steps = epilogue(warpgroup, *where), plan.steps(*where)
+                number = () if fetch is None else (done,)
+                finish, steps = epilogue(warpgroup, *where, *number), plan.steps(*where)
 
                 def step(n: Any, sums: tuple[Accumulator, ...]) -> None:
                     stage = pipeline.wait(before + n)
@@ -302,6 +308,8 @@ class Gemm:
                     return carry
 
                 lax.fori_loop(0, steps, step, ())
+                if fetch is not None:
+                    fetch(done, *where)
                 return before + steps
 
             self.wait_for_peers(pipeline, lax.fori_loop(0, plan.count, one_tile, jnp.int32(0)))

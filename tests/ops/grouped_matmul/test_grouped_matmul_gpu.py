@@ -10,9 +10,12 @@ import pytest
 import tilewright
 from tilewright.configs import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
 from tilewright.core.chip import Chip
-from tilewright.ops.grouped_matmul.call import MOST_MASKED, group_starts
+from tilewright.core.dispatch import ImplementationName
+from tilewright.ops.grouped_matmul.blocks import row_tiles
+from tilewright.ops.grouped_matmul.call import MOST_MASKED, group_starts, poison
 from tilewright.ops.grouped_matmul.pallas_gpu.sm90_dw import TileOrder, largest_first
-from tilewright.pallas.gpu.gemm import Gemm, Plan
+from tilewright.ops.grouped_matmul.pallas_gpu.sm90_tiles import row_tile_list
+from tilewright.pallas.gpu.gemm import ALIGNMENT, Gemm, Plan
 
 
 @pytest.mark.slow
@@ -25,7 +28,7 @@ def test_gradients_in_tiles_whose_parts_two_consumers_do_not_share_evenly(block_
     dy = jax.random.normal(for_dy, (100, 256), jnp.bfloat16)
     config = GroupedMatmulSm90Backward(block_n, 2, 4)
 
-    def gradients(implementation: str) -> tuple[jax.Array, jax.Array]:
+    def gradients(implementation: ImplementationName) -> tuple[jax.Array, jax.Array]:
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
             own = config if implementation == "pallas_gpu" else None
             return tilewright.grouped_matmul(x, w, jnp.array([37, 0, 50]), implementation=implementation, config=own)
@@ -109,3 +112,35 @@ def test_rows_of_groups_are_not_shared_by_a_cluster() -> None:
     plan = Plan(count=1, locate=lambda done: (), sources=lambda step: (None, []), steps=lambda: 1)
     with pytest.raises(ValueError, match="use cluster=1"):
         gemm.main_loop(None, None, gemm.scratch()["pipeline"], lambda consumer: None, plan=plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "m", "block_m"),
+    [
+        ([5, 0, 17, 3, 0], 40, 16),  # Empty groups, and rows past the last one.
+        ([30, 0, 11], 40, 64),  # Past the rows.
+        ([50, -20, 0], 40, 16),
+        ([7], 7, 16),
+        ([0, 0], 12, 32),
+        (np.random.default_rng(0).integers(0, 9, 37).tolist(), 200, 32),  # Not a whole number of turns of the loop.
+        pytest.param(np.random.default_rng(0).integers(0, 9, 128).tolist(), 600, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_the_list_of_tiles_is_that_of_plain_operations(sizes: list[int], m: int, block_m: int) -> None:
+    given = jnp.array(sizes, jnp.int32)
+    bounds = jnp.append(group_starts(given, m), m)
+    want = row_tiles(bounds, m, block_m, ALIGNMENT)
+    fields = jnp.stack([want.start, want.group, bounds[want.group], bounds[want.group + 1]])
+    with tilewright.interpret():
+        tiles, count, bad = row_tile_list(given, m, block_m)
+    np.testing.assert_array_equal(tiles[:, : fields.shape[1]], fields)
+    assert set(count.tolist()) == {int(want.first[-1])}
+    np.testing.assert_array_equal(bad, np.full(bad.shape, poison(given, m)))
+
+
+def test_sizes_whose_sum_overflows_list_no_row_twice() -> None:
+    with tilewright.interpret():
+        tiles, count, bad = row_tile_list(jnp.array([2**31 - 1, 2**31 - 1], jnp.int32), 100, 16)
+    assert count[0] == 7
+    assert tiles[:, :7].tolist() == [list(range(0, 112, 16)), [0] * 7, [0] * 7, [100] * 7]
+    assert np.isnan(bad).all()

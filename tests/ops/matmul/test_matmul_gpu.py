@@ -133,3 +133,24 @@ def test_wide_swiglus_of_few_rows_are_one_kernel(m, k, n, splits) -> None:
     assert kernels_in(jaxpr) == 1
     assert ("matmul_whole_depth" in str(jaxpr)) == (splits == 1)
     assert (" pad[" in str(jaxpr)) == (splits > 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block", "k", "rows"),
+    [
+        ("int4", (128, 1), 256, 16),  # One step for two slices of the contracted axis.
+        pytest.param("int8", (128, 1), 384, 16, marks=pytest.mark.slow),  # Three: two, and one.
+        pytest.param("float8_e4m3fn", (128, 128), 384, 32, marks=pytest.mark.slow),
+        pytest.param("int8", None, 640, 64, marks=pytest.mark.slow),  # One slice.
+    ],
+)
+def test_converted_weights_whose_steps_the_slices_do_not_share_evenly(dtype, block, k, rows) -> None:
+    """Two tiles of rows and of columns, so that every slice hands its sums over more than once."""
+    for_x, for_w = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(for_x, (rows + 3, k), jnp.bfloat16)
+    w = tilewright.quantize(jax.random.normal(for_w, (k, 256)) * k**-0.5, dtype, block=block)
+    with tilewright.interpret():
+        config = MatmulSm90Forward(256, 3, 8, block_m=rows)
+        y = matmul(x, w, implementation="pallas_gpu", config=config, out_dtype=jnp.float32)
+    want = jnp.dot(x.astype(jnp.float32), tilewright.dequantize(w), precision="highest")
+    assert jnp.max(jnp.abs(y - want)) < 1e-5 * jnp.max(jnp.abs(want))

@@ -10,11 +10,30 @@ reads those of its 64 columns from shared memory into registers, converts them t
 of them at a time, and multiplies with the rows of x, which stay in shared memory. So no converted weight goes through
 shared memory, and few rows waste little. A step has 128 bytes of each column: 128 weights of 8 bits, 256 of 4.
 
+Sliced K: a consumer waits for shared memory, for its conversions and for the tensor cores in turn, so two of them leave
+most of the time unused. Up to 32 rows of all parts, two slices of two consumers each share a tile: one takes the even
+steps, the other the odd ones. Each has stages of its own, since a warpgroup has to see every use of a barrier that it waits
+for. At the end of a tile the second slice hands its sums over through shared memory, and the first one adds them, so the
+order is always the same. Wider tiles would leave multiprocessors idle. More rows need the registers of two consumers.
+
 Order of the contracted axis: a thread reads four adjacent bytes of a column, and the tensor cores expect two pairs of
 adjacent values at places 8 apart. The order does not matter as long as both operands have the same, so x is rearranged
-instead (`_arranged`); for 4 bits, whose bytes hold two values, the even places of 128 come before the odd ones.
+instead (`_arranged`): the pairs are the bytes 0 and 2, and 1 and 3, which need one shift for both. For 4 bits, whose bytes
+hold two values, the even places of 128 come before the odd ones.
 
-Scales per column are multiplied to the sums; those that differ along K to the sums of each 128 values.
+Scales per column are multiplied to the sums; those that differ along K to the sums of each 128 values. They are copied with
+the weights of their step where they differ from column to column, too, and loaded a step ahead where they do not.
+
+Instructions per weight and thread: 1.1 for 4 bits, 1.25 for int8 and 2.25 for float8 to convert; 2.1, 2.3 and 3.4 of the
+loop in all, with 16 rows. At 4.8 TB/s (H200) a step may take some 750 clocks, in which a scheduler issues 530 instructions
+for 4 bits, 300 for int8 and 430 for float8.
+
+Measured on an H200, the kernel alone, with its share of 4.8 TB/s:
+- 512 rows in 128 groups, w [2048, 768]: int4 34.6 us (63 %), int8 51.4 us (80 %), float8 52.8 us (78 %).
+- 16 rows, w [7168, 16384]: int4 23.2 us (57 %), int8 31.9 us (77 %), float8 32.5 us (75 %).
+- 64 rows, w [7168, 16384] (one slice): int4 28.5 us (45 %), int8 35.1 us (70 %), float8 40.9 us (60 %).
+Tried and dropped: one slice for 16 rows, int4 36.9 us and 23.9 us; with two slices, converting the weights of the next
+product of a step while the last is in flight: the same time. With one slice that is worth 2.6 us (int4, 64 rows).
 
 w lies column by column in memory (`QuantizedArray.layout` "column_major").
 """
@@ -53,6 +72,8 @@ from tilewright.pallas.gpu.registers import (
     WGMMA,
     along_rows,
     load_row_vector,
+    load_tile,
+    store,
     tile_of_zeros,
     transposed,
 )
@@ -71,11 +92,14 @@ STAGES = 8
 _MOST_ROWS = 128  # More are better multiplied with weights that were converted before.
 _TILE_ROWS = 8  # Of a swizzled tile: where copies begin and end.
 _BYTES = 128  # Of a column of w, per step.
-_TOGETHER, _FEW_ROWS = 2, 32  # Steps in a turn of the loop, where they divide those of K, for so many rows.
-_ROWS = 64  # Columns of w per consumer warpgroup: the rows of a wgmma instruction.
-_CONSUMERS = 2
-_COLUMNS = _CONSUMERS * _ROWS
-_REGISTERS = 216, 56  # Per thread of a consumer and of the producer.
+_SLICED_ROWS = 32  # Of all parts: more take too many registers for four consumer warpgroups.
+_COLUMNS = 128  # Of w per tile: 64 per consumer warpgroup, the rows of a wgmma instruction.
+# By slices: per thread of a consumer, and of the producer. Together they are at most what the thread block begins with: 168
+# for each thread of three warpgroups, 96 of five.
+_REGISTERS = {1: (216, 56), 2: (112, 32)}
+
+_INTEGER_UNIT = 64  # Integers are converted to so many times less.
+_POWER_127, _POWER_123, _MINUS_2, _MINUS_EIGHTH = 0x7F00, 0x7D00, 0xC000, 0xBE00  # As bfloat16.
 
 # What the kernel reads of a tile: its first row, and the group, with its first row and its end.
 START, GROUP, GROUP_START, GROUP_END = range(4)
@@ -94,6 +118,9 @@ class WeightOnly:
     rows: int
     """Rows of x per tile."""
     stages: int
+    """Of all slices together."""
+    scales_in_stages: bool
+    """Whether scales differ both along K and from column to column: they are copied with the weights then."""
 
     @property
     def per_byte(self) -> int:
@@ -109,11 +136,44 @@ class WeightOnly:
     def steps(self) -> int:
         return self.k // self.depth
 
-    def scratch(self) -> dict[str, Pipeline]:
-        weights = tile(self.stages, self.parts, self.per_byte, _COLUMNS, _BYTES // self.per_byte, dtype=jnp.int8)
-        x = tile(self.stages, self.rows, self.depth, dtype=jnp.bfloat16)
-        copies = 1 + self.parts * self.per_byte
-        return {"pipeline": Pipeline.scratch(self.stages, consumers=_CONSUMERS, copies=copies, w=weights, x=x)}
+    @property
+    def slices(self) -> int:
+        """Slices of the contracted axis: each has consumer warpgroups, stages and sums of its own. See the module."""
+        return 2 if self.rows * self.parts <= _SLICED_ROWS else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return _REGISTERS[self.slices]
+
+    @property
+    def ahead(self) -> int:
+        """Products in flight while weights are converted. Where K is divided, other consumers have theirs in flight."""
+        return 1 if self.slices == 1 else 0
+
+    @property
+    def unit(self) -> float:
+        """What the sums of converted weights are multiplied with."""
+        return float(_INTEGER_UNIT) if self.stored.startswith("int") else 1.0
+
+    def scratch(self) -> dict[str, Any]:
+        stages, members = -(-self.stages // self.slices) * self.slices, _members()
+        size = _BYTES // self.per_byte
+        buffers = {
+            "w": tile(stages, self.parts, self.per_byte, _COLUMNS, size, dtype=jnp.int8),
+            "x": tile(stages, self.rows, self.depth, dtype=jnp.bfloat16),
+        }
+        if self.scales_in_stages:
+            buffers["scales"] = plgpu.SMEM((stages, self.per_byte, self.parts, _COLUMNS), jnp.float32)
+        copies = len(buffers) - 1 + self.parts * self.per_byte
+        sliced, one_each = self.slices > 1, plgpu.Barrier(num_arrivals=1, num_barriers=members)
+        return {
+            "pipeline": Pipeline.scratch(stages, consumers=members, copies=copies, **buffers),
+            "sums_smem": plgpu.SMEM((members, self.parts, _COLUMNS // members, self.rows), jnp.float32)
+            if sliced
+            else None,
+            "sums_full": one_each if sliced else None,
+            "sums_empty": one_each if sliced else None,
+        }
 
     @property
     def memory(self) -> int:
@@ -125,13 +185,13 @@ class WeightOnly:
         w: jax.Array,  # [G, P, N, KB], as it lies in memory, int8 or float8
         scales: jax.Array,  # [G, KS, P, NS]
         tiles: jax.Array,  # int32 [4, tiles]: `START`, a multiple of 8, and so on
-        count: jax.Array,  # [1], of the tiles
+        count: jax.Array,  # [1] or more, all equal: the tiles
         out_dtype: Any,
         *,
         name: str,
         activation: str | None,
         bias: jax.Array | None = None,  # [P, N] float32
-        poison: jax.Array | None = None,  # [1], added to y
+        poison: jax.Array | None = None,  # [1] or more, all equal: added to y
     ) -> jax.Array:
         """y [M, N]. Rows that are in no tile are undefined."""
         m = x.shape[0]
@@ -141,7 +201,7 @@ class WeightOnly:
             inputs={
                 "x": with_rows_past_end(padded(_arranged(x, self.per_byte), 0, _TILE_ROWS), self.rows),
                 "w": whole(lax.bitcast_convert_type(w, jnp.int8), _COLUMNS, _BYTES),
-                "scales": padded(scales, 3, _COLUMNS) if scales.shape[3] == self.n else scales,
+                "scales": self._readable(scales),
                 "tiles": tiles,
                 "count": count,
                 "bias": None if bias is None else padded(bias, 1, _COLUMNS),
@@ -150,10 +210,21 @@ class WeightOnly:
             outputs={"y": jax.ShapeDtypeStruct(whole_shape((m, self.n), 1, _COLUMNS), out_dtype)},
             scratch=self.scratch(),
             grid={"program": min(processors(self.chip), tiles.shape[1] * pl.cdiv(self.n, _COLUMNS))},
-            warpgroups=_CONSUMERS + 1,
-            params=compiler_params(automatic_barriers=True),
+            warpgroups=self.slices * _members() + 1,
+            params=compiler_params(),
         )
         return outputs["y"][:m, : self.n]
+
+    def _readable(self, scales: jax.Array) -> jax.Array:
+        """Loads of scales read whole tiles; copies do not need that."""
+        if self.scales_in_stages:
+            return whole(scales, _COLUMNS)
+        return padded(scales, 3, _COLUMNS) if scales.shape[3] == self.n else scales
+
+
+def _members() -> int:
+    """Consumer warpgroups of a slice. One does the same in the interpreter, which has four threads for all warpgroups."""
+    return 1 if interpreted() else 2
 
 
 def converts(call: Any, config: Any) -> bool:
@@ -193,6 +264,7 @@ def of_call(call: Any, launch: Launch, *, parts: int | None = None) -> WeightOnl
         parts=parts,
         rows=launch.config.block_m,
         stages=launch.config.stages,
+        scales_in_stages=call.w_scales.shape[-3] > 1 and call.w_scales.shape[-1] == n,
     )
 
 
@@ -229,13 +301,24 @@ def multiply(
 def _arranged(x: jax.Array, per_byte: int) -> jax.Array:
     """x [M, K] in the order in which the products contract it; see the module."""
     m, k = x.shape
-    # [M, groups, byte of 4, pair, value of pair], with the values of a byte apart.
-    x = x.reshape(m, k // (16 * per_byte), 4, 2, 2, per_byte)
-    if per_byte == 1:
-        return x[..., 0].transpose(0, 1, 3, 2, 4).reshape(m, k)
     groups = DEPTH // (16 * per_byte)  # Of 16 bytes, per 128 values.
-    x = x.reshape(m, k // DEPTH, groups, 4, 2, 2, per_byte)
-    return x.transpose(0, 1, 6, 2, 4, 3, 5).reshape(m, k)
+    x = x.reshape(m, k // DEPTH, groups, 4, 2, 2, per_byte)  # [..., four bytes, value of pair, pair, value of byte]
+    return x.transpose(0, 1, 6, 2, 5, 3, 4).reshape(m, k)
+
+
+@dataclass(frozen=True)
+class _OwnStages(Pipeline):
+    """The stages of a pipeline from `first` on, which one slice of the consumers reads."""
+
+    first: Any = 0
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, part: Any, slices: int) -> "_OwnStages":
+        stages = pipeline.stages // slices
+        return cls(stages, pipeline.full, pipeline.empty, pipeline.buffers, first=part * stages)
+
+    def stage(self, n: Any) -> Any:
+        return self.first + super().stage(n)
 
 
 def _kernel(
@@ -252,131 +335,181 @@ def _kernel(
     y_ref,  # [M, N]
     # scratch
     pipeline: Pipeline,
+    sums_smem,  # [members, P, columns of a member, rows]
+    sums_full,  # [members]
+    sums_empty,  # [members]
     # static
     product: WeightOnly,
     activation: str | None,
 ):
-    columns, shape = pl.cdiv(product.n, _COLUMNS), (_ROWS, product.rows)
+    columns, slices, members, parts = pl.cdiv(product.n, _COLUMNS), product.slices, _members(), range(product.parts)
+    width = _COLUMNS // members
+    shape = (width, product.rows)
     warpgroup, program, blocks = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_size("program")
     count = lax.div(count_ref[0] * columns - program + blocks - 1, jnp.int32(blocks))
+    groups, per_step = w_ref.shape[0], product.per_byte
+    blocked, per_column = scales_ref.shape[1] > 1, scales_ref.shape[-1] >= product.n
 
     def locate(done: Any) -> tuple[Any, Any]:
         """The tile of rows and the block of columns. The rows of a group follow each other: they share its weights."""
         return divmod_nonnegative(program + done * blocks, columns)
 
-    def has_weights(group: Any) -> Any:
-        """The steps of a tile: none for the rows past the last group, which are zeros."""
-        return jnp.where(group < w_ref.shape[0], product.steps, 0)
-
-    @pl.when(warpgroup < _CONSUMERS)
+    @pl.when(warpgroup < slices * members)
     def _consume():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
-        own = pl.ds(warpgroup * _ROWS, _ROWS)
+        plgpu.set_max_registers(product.registers[0], action="increase")
+        part_of_k, member = divmod_nonnegative(warpgroup, members)
+        stages = _OwnStages.of(pipeline, part_of_k, slices)
+        own = pl.ds(member * width, width)
+        own_steps = lax.div(product.steps - part_of_k + slices - 1, jnp.int32(slices))
 
         def one_tile(done: Any, before: Any) -> Any:
             row, column = locate(done)
-            start, group = tiles_ref[START, row], tiles_ref[GROUP, row]
-            first_column = column * _COLUMNS + warpgroup * _ROWS
-            steps = has_weights(group)
+            group = tiles_ref[GROUP, row]
+            first_column = column * _COLUMNS + member * width
+            with_weights = jnp.minimum(group, groups - 1)  # For the rows of no group, which have no steps.
+            steps = jnp.where(group < groups, own_steps, 0)
 
-            def scale(of: Any, depth: Any, part: int) -> jax.Array:
-                """One per column of w, which is a row of the tile."""
-                if scales_ref.shape[-1] >= product.n:
-                    return load_row_vector(scales_ref.at[of, depth, part, pl.ds(first_column, _ROWS)])
-                return scales_ref[of, depth, part, lax.div(first_column, jnp.int32(DEPTH))]
+            def scale(depth: Any, part: int) -> jax.Array:
+                """From global memory: one per column of w, which is a row of the tile, or one for all of them."""
+                if per_column:
+                    return load_row_vector(scales_ref.at[with_weights, depth, part, pl.ds(first_column, width)])
+                return scales_ref[with_weights, depth, part, lax.div(first_column, jnp.int32(DEPTH))]
 
-            def scaled(x: jax.Array, by: jax.Array | None) -> jax.Array:
-                return x if by is None else x * (along_rows(by, shape) if by.ndim else by)
+            def scaled(x: jax.Array, by: jax.Array) -> jax.Array:
+                return x * (along_rows(by, shape) if by.ndim else by)
 
-            per_step, blocked = product.per_byte, scales_ref.shape[1] > 1
+            work = [(each, part) for each in range(per_step) for part in parts]
 
-            def several(first: Any, totals: tuple[jax.Array, ...], *, count: int) -> tuple[jax.Array, ...]:
-                """So many steps: the weights of the next 128 values are converted while the last ones are multiplied."""
-                work = [(n, each, part) for n in range(count) for each in range(per_step) for part in parts]
-                scales = [
-                    scale(group, (first + n) * per_step + each, part) if blocked else None for n, each, part in work
-                ]
+            def scales_of(step: Any) -> tuple[jax.Array, ...]:
+                """Those of a step of this slice that are not in its stage; of the last one, past that."""
+                if not blocked or product.scales_in_stages:
+                    return ()
+                depth = jnp.minimum(step * slices + part_of_k, product.steps - 1) * per_step
+                return tuple(scale(depth + each, part) for each, part in work)
+
+            def one_step(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                """Products of 128 values each: the weights of the next ones are converted while the last are multiplied."""
+                totals, loaded = carry
+
+                def issue(i: int, stage: Any, total: Accumulator) -> jax.Array | None:
+                    """Begins a product, and returns its scales."""
+                    each, part = work[i]
+                    a = _converted(pipeline.w.at[stage, part, each, own], product.stored)  # [64, 128]
+                    total.add(a, transposed(pipeline.x.at[stage, :, pl.ds(each * DEPTH, DEPTH)]))
+                    if product.scales_in_stages:
+                        return _scales_in_stage(pipeline.scales.at[stage, each, part, own])
+                    return loaded[i] if blocked else None
 
                 def run(*sums: Accumulator) -> tuple[jax.Array, ...]:
-                    results, stages = list(totals), {}
-
-                    def issue(i: int) -> None:
-                        n, each, part = work[i]
-                        if n not in stages:
-                            stages[n] = pipeline.wait(before + first + n)
-                        place = each * DEPTH
-                        # [64, 128], or two of [64, 64]
-                        for a in _converted(pipeline.w.at[stages[n], part, each, own], product.stored):
-                            depth = a.shape[1]
-                            sums[i].add(a, transposed(pipeline.x.at[stages[n], :, pl.ds(place, depth)]))
-                            place += depth
-
-                    issue(0)
-                    for i, (n, each, part) in enumerate(work):
-                        if i + 1 < len(work):
-                            issue(i + 1)
-                        x = sums[i].read(in_flight=0 if i + 1 == len(work) else per_step)
-                        if (each, part) == (per_step - 1, parts[-1]):
-                            pipeline.release(before + first + n)
-                        results[part] = results[part] + scaled(x, scales[i])
+                    results, scales, stage = list(totals), [], stages.wait(before + n)
+                    for i, (_, part) in enumerate(work):
+                        for following in range(len(scales), min(i + 1 + product.ahead, len(work))):
+                            scales.append(issue(following, stage, sums[following]))
+                        x, by = sums[i].read(in_flight=len(scales) - i - 1), scales[i]
+                        if i + 1 == len(work):
+                            stages.release(before + n, stage=stage)
+                        results[part] = results[part] + (x if by is None else scaled(x, by))
                     return tuple(results)
 
-                return with_accumulators((shape,) * len(work), run)
+                # The next scales are loaded into the registers of those that were used: no move waits for them.
+                return with_accumulators((shape,) * len(work), run), scales_of(n + 1)
 
-            parts = range(product.parts)
-            count = 1 if product.steps % _TOGETHER or product.rows > _FEW_ROWS else _TOGETHER
+            at_end = [None if blocked else scale(0, part) for part in parts]
             zeros = tuple(tile_of_zeros(shape) for _ in parts)
-            z = lax.fori_loop(
-                0, lax.div(steps, jnp.int32(count)), lambda i, z: several(i * count, z, count=count), zeros
-            )
-            if not blocked:
-                last = jnp.minimum(group, w_ref.shape[0] - 1)  # For the rows of no group.
-                z = tuple(scaled(each, scale(last, 0, part)) for part, each in enumerate(z))
-            if bias_ref is not None:
-                columns_of_w = pl.ds(first_column, _ROWS)
-                z = tuple(
-                    each + along_rows(load_row_vector(bias_ref.at[part, columns_of_w]), shape)
-                    for part, each in enumerate(z)
-                )
-            y = activate(activation, z)
-            if poison_ref is not None:
-                y = y + poison_ref[0]
-            bounds = (tiles_ref[GROUP_START, row], tiles_ref[GROUP_END, row])
-            first, end = (jnp.clip(bound - start, 0, product.rows) for bound in bounds)
-            store_transposed(y, y_ref, start, first_column, first, end)
+            z, _ = lax.fori_loop(0, steps, one_step, (zeros, scales_of(0)))
+
+            def finish(z: tuple[jax.Array, ...], place: tuple[Any, ...], bad: Any) -> None:
+                start, *bounds = place
+                factors = [product.unit if by is None else by * product.unit for by in at_end]
+                z = tuple(scaled(each, jnp.asarray(by)) for each, by in zip(z, factors, strict=True))
+                if bias_ref is not None:
+                    biases = (load_row_vector(bias_ref.at[part, pl.ds(first_column, width)]) for part in parts)
+                    z = tuple(each + along_rows(bias, shape) for each, bias in zip(z, biases, strict=True))
+                y = activate(activation, z)
+                if bad is not None:
+                    y = y + bad
+                first, end = (jnp.clip(bound - start, 0, product.rows) for bound in bounds)
+                store_transposed(y, y_ref, start, first_column, first, end)
+
+            def needed_at_end() -> tuple[Any, Any]:
+                place = tuple(tiles_ref[field, row] for field in (START, GROUP_START, GROUP_END))
+                return place, None if poison_ref is None else poison_ref[0]
+
+            if slices == 1:
+                finish(z, *needed_at_end())
+                return before + steps
+
+            @pl.when(part_of_k > 0)
+            def _hand_over():
+                pl.when(done > 0)(lambda: plgpu.barrier_wait(sums_empty.at[member]))
+                for part, each in enumerate(z):
+                    store(sums_smem.at[member, part], each)
+                plgpu.barrier_arrive(sums_full.at[member])
+
+            @pl.when(part_of_k == 0)
+            def _add_and_finish():
+                loaded = needed_at_end()  # While the other slice ends.
+                plgpu.barrier_wait(sums_full.at[member])
+                others = [load_tile(sums_smem.at[member, part]) for part in parts]
+                plgpu.barrier_arrive(sums_empty.at[member])
+                finish(tuple(each + other for each, other in zip(z, others, strict=True)), *loaded)
+
             return before + steps
 
         lax.fori_loop(0, count, one_tile, jnp.int32(0))
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @pl.when(warpgroup == slices * members)
     def _produce():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(product.registers[1], action="decrease")
+        whole_turns, rest = divmod(product.steps, slices)
 
         def one_tile(done: Any, before: Any) -> Any:
+            """`before`: the tiles before this one that have weights."""
             row, column = locate(done)
             start, group = tiles_ref[START, row], tiles_ref[GROUP, row]
-            steps, own = has_weights(group), pl.ds(column * _COLUMNS, _COLUMNS)
+            own = pl.ds(column * _COLUMNS, _COLUMNS)
 
-            def step(n: Any, carry: tuple[()]) -> tuple[()]:
-                number = before + n
-                stage = pipeline.acquire(number)
-                size = _BYTES // product.per_byte
-                weights = [
+            def step(turn: Any, part_of_k: int) -> None:
+                stages = _OwnStages.of(pipeline, part_of_k, slices)
+                number, n = before * (whole_turns + (part_of_k < rest)) + turn, turn * slices + part_of_k
+                stage = stages.acquire(number)
+                size = _BYTES // per_step
+                copies = [
                     (
                         w_ref.at[group, part, own, pl.ds(n * _BYTES + each * size, size)],
                         pipeline.w.at[stage, part, each],
                     )
-                    for part in range(product.parts)
-                    for each in range(product.per_byte)
+                    for part in parts
+                    for each in range(per_step)
                 ]
                 rows = x_ref.at[pl.ds(start, product.rows), pl.ds(n * product.depth, product.depth)]
-                pipeline.copy(number, [*weights, (rows, pipeline.x.at[stage])], stage=stage)
+                copies.append((rows, pipeline.x.at[stage]))
+                if product.scales_in_stages:
+                    depths = pl.ds(n * per_step, per_step)
+                    copies.append((scales_ref.at[group, depths, :, own], pipeline.scales.at[stage]))
+                stages.copy(number, copies, stage=stage)
+
+            def one_turn(turn: Any, carry: tuple[()]) -> tuple[()]:
+                for part_of_k in range(slices):
+                    step(turn, part_of_k)
                 return carry
 
-            lax.fori_loop(0, steps, step, ())
-            return before + steps
+            has_weights = group < groups
+            lax.fori_loop(0, jnp.where(has_weights, whole_turns, 0), one_turn, ())
+            for part_of_k in range(rest):
+                pl.when(has_weights)(functools.partial(step, jnp.int32(whole_turns), part_of_k))
+            return before + has_weights.astype(jnp.int32)
 
         lax.fori_loop(0, count, one_tile, jnp.int32(0))
+
+
+def _scales_in_stage(ref: Any) -> jax.Array:
+    """The scales of a warpgroup's columns."""
+    scales = load_row_vector(ref)
+    if interpreted():
+        # It wants a fence between a plain read of a stage and the next copy to it, as in `Accumulator.add`.
+        plgpu.commit_smem()
+    return scales
 
 
 # Four adjacent bytes of a column in a thread, in 16 bytes of 8 columns. Products have two values where this has four.
@@ -385,91 +518,99 @@ _STORED = plgpu.Layout.TILED(
 )
 
 
-def _converted(ref: Any, stored: str) -> list[jax.Array]:
-    """The weights of 64 columns in shared memory, [64, bytes] int8, as bfloat16 [64, bytes] in the products' layout.
+def _converted(ref: Any, stored: str) -> jax.Array:
+    """The weights of 64 columns in shared memory, [64, bytes] int8, as bfloat16 [64, 128] in the products' layout.
 
-    For 4 bits: the low halves of the bytes, then the high ones. The order of the bytes is that of `_arranged`.
+    Integers are divided by _INTEGER_UNIT. For 4 bits: the low halves of the bytes, then the high ones. The order of the
+    bytes is that of `_arranged`.
     """
     if interpreted():
-        return [_reordered(values) for values in _plain_values(ref[...], stored)]
+        return jnp.concatenate([_reordered(values) for values in _plain_values(ref[...], stored)], axis=1)
     values = plgpu.load(ref, layout=_STORED, optimized=False)
-    shape = plgpu.ShapeDtypeStruct(ref.shape, jnp.dtype(jnp.bfloat16), layout=WGMMA)
+    shape = plgpu.ShapeDtypeStruct((ref.shape[0], DEPTH), jnp.dtype(jnp.bfloat16), layout=WGMMA)
+    conversions = _CONVERSIONS[stored]
 
-    def convert(pairs: Any) -> jax.Array:
-        def body(_: Any, given: Any) -> Any:
-            registers = np.empty(mosaic.WGMMA_LAYOUT.registers_shape(tuple(ref.shape)), dtype=object)
-            for place, register in np.ndenumerate(given.registers):
-                for pair, bits in enumerate(pairs(_as_int32(register))):
-                    registers[(place[0], 2 * place[1] + pair, *place[2:])] = _as_bfloat16(bits)
-            return mosaic.FragmentedArray(_registers=registers, _layout=mosaic.WGMMA_LAYOUT, _is_signed=None)
+    def body(_: Any, given: Any) -> Any:
+        registers = np.empty(mosaic.WGMMA_LAYOUT.registers_shape(shape.shape), dtype=object)
+        groups = given.registers.shape[1]  # Of 16 bytes.
+        for (row, group, *place), register in np.ndenumerate(given.registers):
+            word = _as_int32(register)
+            for number, pairs in enumerate(conversions):
+                for pair, bits in enumerate(pairs(word)):
+                    registers[(row, 2 * (number * groups + group) + pair, *place)] = _as_bfloat16(bits)
+        return mosaic.FragmentedArray(_registers=registers, _layout=mosaic.WGMMA_LAYOUT, _is_signed=None)
 
-        return plgpu.inline_mgpu(arg_types=(_STORED,), return_type=shape)(body)(values)
-
-    if stored == "int4":
-        return [convert(functools.partial(_int4_pairs, shift=shift)) for shift in (0, 4)]
-    return [convert(_int8_pairs if stored == "int8" else functools.partial(_float8_pairs, stored=stored))]
+    return plgpu.inline_mgpu(arg_types=(_STORED,), return_type=shape)(body)(values)
 
 
 def _plain_values(stored_bytes: jax.Array, stored: str) -> list[jax.Array]:
     if stored == "int4":
-        return [((stored_bytes << 4) >> 4).astype(jnp.bfloat16), (stored_bytes >> 4).astype(jnp.bfloat16)]
-    if stored == "int8":
-        return [stored_bytes.astype(jnp.bfloat16)]
-    return [lax.bitcast_convert_type(stored_bytes, jnp.dtype(stored)).astype(jnp.bfloat16)]
+        values = [(stored_bytes << 4) >> 4, stored_bytes >> 4]
+    elif stored == "int8":
+        values = [stored_bytes]
+    else:
+        return [lax.bitcast_convert_type(stored_bytes, jnp.dtype(stored)).astype(jnp.bfloat16)]
+    return [each.astype(jnp.bfloat16) / _INTEGER_UNIT for each in values]
 
 
 def _reordered(values: jax.Array) -> jax.Array:
     rows, columns = values.shape
-    return values.reshape(rows, columns // 16, 4, 2, 2).transpose(0, 1, 3, 2, 4).reshape(rows, columns)
+    return values.reshape(rows, columns // 16, 4, 2, 2).transpose(0, 1, 4, 2, 3).reshape(rows, columns)
 
 
-# Each of these takes four bytes in 32 bits, and returns two pairs of bfloat16 in 32 bits each.
+# Each of these takes four bytes in 32 bits, and returns two pairs of bfloat16 in 32 bits each: of the bytes 0 and 2, and of
+# the bytes 1 and 3. So a pair is where bfloat16 has it already, or 8 bits beside that.
 
 
-def _int8_pairs(word: Any) -> list[Any]:
-    """0x4300 is 128 and its last seven bits count ones, so a byte b >= 0 in them is 128 + b.
+def _integer_pairs(word: Any, mask: int, flipped: int, power: int, offset: int) -> list[Any]:
+    """Integers of up to 8 bits in the last places of bfloat16 are subnormal numbers, or the first normal ones: i 2^-133.
 
-    The sign bit of b falls into the exponent, where it makes 256 of 128: subtracting that leaves b.
+    With the sign bit flipped they are v + 2^(bits - 1) without a sign, and one multiply-add makes v / 64 of that, exactly.
     """
-    text = """{
-        .reg .b32 placed, magnitude, offset;
-        prmt.b32 placed, $1, 0x43434343, SELECTOR;
-        and.b32 magnitude, placed, 0xff7fff7f;
-        and.b32 offset, placed, 0xff80ff80;
-        sub.rn.bf16x2 $0, magnitude, offset;
-    }"""
-    return [_assembly(text.replace("SELECTOR", f"0x4{2 * pair + 1}4{2 * pair}"), word) for pair in range(2)]
-
-
-def _int4_pairs(word: Any, shift: int) -> list[Any]:
-    """Four bits v with their sign bit flipped are v + 8 without a sign, and 0x4300 with them is 136 + v."""
-    text = """{
-        .reg .b32 halves, flipped, placed, offset;
-        shr.b32 halves, $1, SHIFT;
-        lop3.b32 flipped, halves, 0x0f0f0f0f, 0x08080808, 0x6a;
-        prmt.b32 placed, flipped, 0x43434343, SELECTOR;
-        mov.b32 offset, 0x43084308;
-        sub.rn.bf16x2 $0, placed, offset;
-    }""".replace("SHIFT", str(shift))
-    return [_assembly(text.replace("SELECTOR", f"0x4{2 * pair + 1}4{2 * pair}"), word) for pair in range(2)]
+    text = f"""{{
+        .reg .b32 moved, placed, power, offset;
+        shr.b32 moved, $1, SHIFT;
+        lop3.b32 placed, moved, {_twice(mask)}, {_twice(flipped)}, 0x6a;
+        mov.b32 power, {_twice(power)};
+        mov.b32 offset, {_twice(offset)};
+        fma.rn.bf16x2 $0, placed, power, offset;
+    }}"""
+    return [_assembly(text.replace("SHIFT", str(shift)), word) for shift in (0, 8)]
 
 
 def _float8_pairs(word: Any, stored: str) -> list[Any]:
     """The byte's exponent in bfloat16's place has another bias: a power of two sets it right, for subnormals, too."""
-    shift, mask, power = (
-        (4, "0x07f007f0", "0x7b807b80") if stored == "float8_e4m3fn" else (3, "0x0fe00fe0", "0x77807780")
-    )
-    text = """{
-        .reg .b32 placed, shifted, magnitude, signed, power;
-        prmt.b32 placed, $1, 0, SELECTOR;
-        shr.b32 shifted, placed, SHIFT;
-        and.b32 magnitude, shifted, MASK;
-        lop3.b32 signed, placed, 0x80008000, magnitude, 0xea;
-        mov.b32 power, POWER;
+    shift, mask, power = (4, 0x07F0, 0x7B80) if stored == "float8_e4m3fn" else (3, 0x0FE0, 0x7780)
+    text = f"""{{
+        .reg .b32 moved, magnitude, sign, signed, power;
+        MOVE
+        and.b32 magnitude, moved, {_twice(mask)};
+        lop3.b32 signed, sign, 0x80008000, magnitude, 0xea;
+        mov.b32 power, {_twice(power)};
         mul.rn.bf16x2 $0, signed, power;
-    }"""
-    text = text.replace("SHIFT", str(shift)).replace("MASK", mask).replace("POWER", power)
-    return [_assembly(text.replace("SELECTOR", f"0x{2 * pair + 1}4{2 * pair}4"), word) for pair in range(2)]
+    }}"""
+    moves = (
+        f"shl.b32 moved, $1, {8 - shift}; shl.b32 sign, $1, 8;",
+        f"shr.b32 moved, $1, {shift}; mov.b32 sign, $1;",
+    )
+    return [_assembly(text.replace("MOVE", move), word) for move in moves]
+
+
+def _twice(half: int) -> str:
+    """16 bits in both halves of a word."""
+    return f"0x{half << 16 | half:08x}"
+
+
+_integers = functools.partial(functools.partial, _integer_pairs)
+_CONVERSIONS = {
+    "int8": (_integers(mask=0xFF, flipped=0x80, power=_POWER_127, offset=_MINUS_2),),
+    "int4": (
+        _integers(mask=0x0F, flipped=0x08, power=_POWER_127, offset=_MINUS_EIGHTH),
+        _integers(mask=0xF0, flipped=0x80, power=_POWER_123, offset=_MINUS_EIGHTH),
+    ),
+    **{stored: (functools.partial(_float8_pairs, stored=stored),) for stored in ("float8_e4m3fn", "float8_e5m2")},
+}
+"""For each part of a byte, in turn: from four bytes to pairs of bfloat16."""
 
 
 def _assembly(text: str, word: Any) -> Any:

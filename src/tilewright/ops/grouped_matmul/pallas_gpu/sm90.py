@@ -5,11 +5,11 @@
 Floor: 2 M K N FLOPs per product and part; x and every w_g read once, y written once. Here: the FLOPs of M + G block_m / 2
 rows in the mean, since the last tile of a group is not full.
 
-Blocking: the main loop of pallas/gpu/gemm.py with tiles that XLA lists from the sizes of the groups (`_row_tiles`): a tile
-begins where the one before it ends, and the first of a group up to seven rows before the group, since copies begin at
-multiples of 8 rows. Its rows of other groups are multiplied too, with the wrong matrix, and not stored. A tile without such
-rows is copied through shared memory; of the others each thread stores its own values (`store_rows`). Rows past the last
-group have tiles of their own, whose main loop has no steps: they store zeros.
+Blocking: the main loop of pallas/gpu/gemm.py with tiles that a small kernel lists from the sizes of the groups
+(sm90_tiles.py): a tile begins where the one before it ends, and the first of a group up to seven rows before the group,
+since copies begin at multiples of 8 rows. Its rows of other groups are multiplied too, with the wrong matrix, and not
+stored. A tile without such rows is copied through shared memory; of the others each thread stores its own values
+(`store_rows`). Rows past the last group have tiles of their own, whose main loop has no steps: they store zeros.
 
 Where the sizes are wrong, y and both gradients are NaN (`poison`).
 
@@ -32,10 +32,11 @@ from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.core.products import dequantized_weights
-from tilewright.ops.grouped_matmul.blocks import most_tiles, row_tiles
+from tilewright.ops.grouped_matmul.blocks import most_tiles
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward, GroupedMatmulSm90Forward
 from tilewright.ops.grouped_matmul.pallas_gpu.sm90_dw import dw_gemm, dw_scratch, weight_gradient
+from tilewright.ops.grouped_matmul.pallas_gpu.sm90_tiles import row_tile_list
 from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.block_scales import DEPTH, BlockScale, refused_operands, scale_operands, scaled_at_end
 from tilewright.pallas.gpu.gemm import ALIGNMENT, BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
@@ -47,24 +48,14 @@ from tilewright.pallas.gpu.swiglu_gradient import rounded_d_product
 from tilewright.pallas.gpu.weight_only import GROUP, GROUP_END, GROUP_START, START
 
 
-def _row_tiles(starts: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array]:
-    """The rows of tiles: int32 [4, tiles] (`START` and so on), and their number, [1].
-
-    Rows past the last group are a group G of their own.
-    """
-    bounds = jnp.concatenate([starts, jnp.full((1,), m, jnp.int32)])
-    tiles = row_tiles(bounds, m, block_m, ALIGNMENT)
-    return jnp.stack([tiles.start, tiles.group, bounds[tiles.group], bounds[tiles.group + 1]]), tiles.first[-1:]
-
-
 def _rows_kernel(
     *,
     # inputs
     x_ref,  # [M, K]
     w_ref,  # [G, K, n], [G, K, parts, n], or [G, n, K]
     tiles_ref,  # [4, tiles]
-    count_ref,  # [1]
-    poison_ref,  # [1]
+    count_ref,  # [128], all equal
+    poison_ref,  # [128], all equal
     x_scales_ref,  # [KX, M], of quantised operands
     w_scales_ref,  # [G, KS, parts, NS]
     # outputs
@@ -82,7 +73,7 @@ def _rows_kernel(
     """y, and dx: each tile has rows of one group."""
     columns = pl.cdiv(gemm.n, gemm.width)
     program, count = lax.axis_index("program"), count_ref[0]
-    bad = None if poison_ref is None else poison_ref[0]
+    bad = poison_ref[0]
 
     def locate(done: Any) -> tuple[Any, ...]:
         number = program + done * gemm.blocks
@@ -111,7 +102,7 @@ def _rows_kernel(
         def parts_of(products: tuple[jax.Array, ...], begin: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             z = tuple(product[:, begin : begin + WIDTH] for product in products)
             y = activate(activation, z)
-            return y if bad is None else y + bad, z
+            return y + bad, z
 
         def store_all(products: tuple[jax.Array, ...]) -> None:
             staging = Staging(y=y_smem.at[consumer], z=None if z_ref is None else z_smem.at[consumer])
@@ -168,18 +159,17 @@ def _multiply_rows(
     gemm: Gemm,
     x: jax.Array,
     w: jax.Array,
-    starts: jax.Array,
+    group_sizes: jax.Array,
     out_dtype: Any,
     *,
     name: str,
     activation: str | None = None,
-    bad: jax.Array | None = None,
     scales: tuple[jax.Array, jax.Array] | None = None,
     z_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """y [M, n], and z [M, parts, n] where `z_dtype` is given."""
     (m, n), depth, rows, columns = (gemm.m, gemm.n), gemm.block_k, gemm.block_m, gemm.width
-    tiles, count = _row_tiles(starts, m, rows)
+    tiles, count, bad = row_tile_list(group_sizes, m, rows)
     x = with_rows_past_end(whole(aligned(x), depth), rows)
     if gemm.parts > 1 and gemm.b_transposed:
         w = whole(aligned(w), columns, depth)
@@ -189,14 +179,14 @@ def _multiply_rows(
         w = whole(aligned(w), *((columns, depth) if gemm.b_transposed else (depth, columns)))
     m_out, n_out = aligned_size(m, n, jnp.bfloat16)
     outputs = gemm.run(
-        functools.partial(_rows_kernel, gemm=gemm, groups=starts.shape[0] - 1, activation=activation),
+        functools.partial(_rows_kernel, gemm=gemm, groups=group_sizes.shape[0], activation=activation),
         name=name,
         inputs={
             "x": x,
             "w": w,
             "tiles": tiles,
             "count": count,
-            "poison": None if bad is None else bad.reshape(1),
+            "poison": bad,
             **dict(zip(("x_scales", "w_scales"), scales or (None, None), strict=True)),
         },
         outputs={
@@ -243,11 +233,9 @@ def _operands(call: GroupedMatmulCall, gemm: Gemm) -> tuple[jax.Array, tuple[jax
 
 def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
-    m = call.x.shape[0]
-    starts = group_starts(call.group_sizes, m)
+    name = "grouped_matmul_forward"
     if weight_only.converts(call, launch.config):
-        tiles, count = _row_tiles(starts, m, launch.config.block_m)
-        bad, name = poison(call.group_sizes, m).reshape(1), "grouped_matmul_forward"
+        tiles, count, bad = row_tile_list(call.group_sizes, call.x.shape[0], launch.config.block_m)
         return weight_only.multiply(call, launch, tiles, count, call.out_dtype, name=name, save=save, poison=bad)
     gemm = _forward_gemm(call, launch)
     w, scales = _operands(call, gemm)
@@ -255,11 +243,10 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
         gemm,
         call.x,
         w,
-        starts,
+        call.group_sizes,
         call.out_dtype,
-        name="grouped_matmul_forward",
+        name=name,
         activation=call.activation,
-        bad=poison(call.group_sizes, m),
         scales=scales,
         z_dtype=jnp.bfloat16 if save and call.activation is not None else None,
     )
@@ -274,13 +261,12 @@ def _dx_gemm(call: GroupedMatmulCall, launch: Launch) -> Gemm:
 def _backward(call: GroupedMatmulCall, saved: Any, dy: jax.Array, launch: Launch) -> GroupedMatmulCall:
     if call.x_scales is not None:  # Operands of 8 bits have no gradient.
         return call.gradients()
-    dz, starts = rounded_d_product(call, saved, dy), group_starts(call.group_sizes, call.x.shape[0])
-    w = dequantized_weights(call, jnp.bfloat16)
-    bad = poison(call.group_sizes, call.x.shape[0])
-    for_x = _dx_gemm(call, launch)
-    dx, _ = _multiply_rows(for_x, dz, w, starts, jnp.bfloat16, name="grouped_matmul_dx", bad=bad)
+    dz, w = rounded_d_product(call, saved, dy), dequantized_weights(call, jnp.bfloat16)
+    dx, _ = _multiply_rows(_dx_gemm(call, launch), dz, w, call.group_sizes, jnp.bfloat16, name="grouped_matmul_dx")
     if call.w_scales is not None:
         return call.gradients(x=dx)
+    m = call.x.shape[0]
+    starts, bad = group_starts(call.group_sizes, m), poison(call.group_sizes, m)
     dw = weight_gradient(dw_gemm(call, launch), call.x, dz, starts, bad)
     return call.gradients(x=dx, w=dw.reshape(call.w.shape))
 

@@ -103,6 +103,25 @@ def test_small_kernels_are_judged_by_the_time_on_the_device(monkeypatch: pytest.
     assert (confirmed.gain, confirmed.heuristic_samples_s, confirmed.samples_s) == (True, (20e-6,) * 5, (10e-6,) * 5)
 
 
+@pytest.mark.parametrize(("order", "status"), [((32, 16, 8), "same"), ((32, 8, 16), "slow")])
+def test_a_heuristic_of_a_program_that_was_timed_is_compared_with(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], status: str
+) -> None:
+    """As where a table has the same config, written otherwise: nothing would be compared with the heuristic's."""
+    seconds = by_block(wall={16: 4e-4, 8: 3e-4, 32: 4e-4})
+    _, _, bench = tried(monkeypatch, seconds)
+    bench = Bench(bench.target, bench._crew, limit_s=9)
+    program = lambda self: {**Planted.checks(self, "y"), "program": str(self.config["block_n"] == 8)}  # noqa: E731
+    monkeypatch.setattr(Planted, "answer", program)
+    space = bench.target.space()
+    configs = [space.changed(bench.target.heuristic, block_n=size) or bench.target.heuristic for size in order]
+    outcomes = {outcome.config: outcome.status for outcome in bench.evaluate(configs)}
+    assert [outcomes[config] for config in configs] == ["timed", *(status if n == 16 else "timed" for n in order[1:])]
+    confirmed = bench.confirm(configs[order.index(8)], bench.target.heuristic)
+    assert confirmed.gain
+    assert set(confirmed.heuristic_samples_s) == {4e-4}
+
+
 def test_long_kernels_are_judged_by_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes, asked, _ = tried(monkeypatch, by_block(wall={16: 4e-4, 8: 3e-4, 32: 9e-4}))
     assert {one.metrics["clock"] for one in outcomes} == {"wall"}

@@ -80,6 +80,7 @@ class Bench:
         self.target, self.side_by_side, self._crew, self._limit_s = target, crew.pool.jobs, crew, limit_s
         crew.recall()
         self._heuristic = target.heuristic
+        """The heuristic's config, or one of the same program that was timed before it, such as what a table has."""
         self._best: Config | None = None
         self._ready: dict[Config, tuple[Worker, Outcome]] = {}
         """The best config so far and the heuristic's, with the workers that have them."""
@@ -133,7 +134,10 @@ class Bench:
         outcome = self._judged(Outcome(config, "prepared", metrics=metrics), answer["checks"])
         if outcome.status == "prepared":
             program = answer.get("program")
-            if program is not None and (first := self._programs.setdefault(program, config)) != config:
+            first = config if program is None else self._programs.setdefault(program, config)
+            # The heuristic's is timed if no worker has its program ready: the chosen config is compared with it.
+            if first != config and (config != self._heuristic or first in self._ready):
+                self._heuristic = first if config == self._heuristic else self._heuristic
                 return dataclasses.replace(outcome, status="same", reason=f"the program is that of {first}")
             outcome = self._timed(worker, outcome)
         # The first one is what dispatch takes already.
@@ -238,6 +242,7 @@ class Bench:
 
     def confirm(self, chosen: Config, beside: Config) -> Confirmed:
         """Times the best config and the heuristic's, which workers have ready, in more turns."""
+        beside = self._heuristic if beside == self.target.heuristic else beside
         worker, prepared = self._ready[chosen]
         other = self._ready[beside][0] if beside in self._ready else None
         ours: list[float] = []

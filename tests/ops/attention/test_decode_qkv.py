@@ -26,6 +26,7 @@ class TestDecodeQkv(OpContract):
     shared = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
     whole_letter = "D"
     mesh_case = _case("mesh", 4, 64, 4, (8, 8), 64)
+    default_case = "plain"
 
     @classmethod
     def output_specs(cls, outputs: tuple, cut: dict) -> tuple[PartitionSpec, ...]:

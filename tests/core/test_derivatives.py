@@ -104,6 +104,22 @@ def test_a_forward_only_kernel_is_its_plain_version_where_it_is_differentiated()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (value, first, second), want)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_mapped_forward_only_kernel_has_the_gradient_of_its_plain_version(jitted: bool) -> None:
+    """One that has a gradient and no forward mode, which cannot be mapped within a derivative."""
+
+    @jax.custom_vjp
+    def tripled(x: jax.Array) -> jax.Array:
+        return 3.0 * x
+
+    tripled.defvjp(lambda x: (3.0 * x, None), lambda _, dy: (3.0 * dy,))
+    function = forward_only(lambda x: tripled(x) + 1.0, tripled)
+    function = jax.jit(function) if jitted else function
+    mapped = jax.vmap(function)
+    np.testing.assert_allclose(mapped(X), 3.0 * X + 1.0, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(mapped(x)))(X), np.full(X.shape, 3.0), rtol=1e-6)
+
+
 def test_a_forward_only_kernel_has_no_tangents_of_what_is_not_differentiated() -> None:
     """The product of a tangent that is zero would be computed: the compiler does not leave it out."""
     function = forward_only(jnp.dot, jnp.dot)

@@ -52,6 +52,24 @@ def test_which_products_are_computed_with_what_follows_them(one, options, fused)
     assert kernels(one, **options) == fused
 
 
+@pytest.mark.slow
+def test_a_mapped_layer_has_a_gradient() -> None:
+    weights = jax.eval_shape(lambda: KDA.init(jax.random.key(0), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((3, 1, 128, D), jnp.bfloat16)
+
+    def run(weights: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.vmap(lambda x: KDA.apply(weights, x)[0])(x).astype(jnp.float32))
+
+    with tilewright.target("h200"):
+        d_weights, dx = jax.eval_shape(jax.grad(run, (0, 1)), weights, x)
+        assert jax.eval_shape(KDA.apply, weights, jax.ShapeDtypeStruct((0, 128, D), jnp.bfloat16))[0].shape == (
+            0,
+            128,
+            D,
+        )
+    assert (jax.tree.structure(d_weights), dx.shape) == (jax.tree.structure(weights), x.shape)
+
+
 def test_the_ops_have_the_values_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the ops' plain implementations, which a layer takes where it is told that there are kernels."""
     rng, structs = np.random.default_rng(0), jax.eval_shape(NARROW.init, jax.random.key(0))

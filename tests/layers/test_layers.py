@@ -181,6 +181,14 @@ def test_float32_weights_take_bfloat16_activations(name: str) -> None:
     assert {leaf.dtype.name for leaf in jax.tree.leaves(jax.eval_shape(gradient, weights(name)))} == {"float32"}
 
 
+@every_layer
+def test_bfloat16_weights_take_float32_activations(name: str) -> None:
+    layer = LAYERS[name]
+    weights = jax.eval_shape(lambda: layer.init(jax.random.key(0), jnp.bfloat16))
+    y, _ = jax.eval_shape(layer.apply, weights, jax.ShapeDtypeStruct((1, 5, layer.d_model), jnp.float32))
+    assert y.dtype == jnp.float32
+
+
 @delta_layers
 def test_the_state_does_not_grow(name: str) -> None:
     sizes = [

@@ -38,14 +38,17 @@ def shown(array: Any) -> str:
 
 def check_operands(x: Any, w: Any) -> None:
     """Raises unless x [..., K] and w [K, heads, channels] can be multiplied, and are of one floating dtype."""
-    if x.ndim < 1 or x.dtype.name not in FLOATING:
-        raise ValueError(f"x is {shown(x)}; it must be [..., K] of float32 or bfloat16: pass x.astype(jnp.bfloat16)")
-    if w.ndim != 3 or w.shape[0] != x.shape[-1] or w.dtype != x.dtype:
-        k = x.shape[-1]
-        raise ValueError(
-            f"w is {shown(w)} and x is {shown(x)}; w must be [{k}, heads, channels] of x's dtype: pass "
-            f"w.reshape({k}, heads, -1).astype(x.dtype)"
-        )
+    if x.ndim < 1:
+        raise ValueError(f"x is {shown(x)}; it must be [..., K], the left operand of a product")
+    if x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be float32 or bfloat16: pass x.astype(jnp.bfloat16)")
+    k = x.shape[-1]
+    if w.ndim != 3 or w.shape[0] != k:
+        joined = w.ndim == 2 and w.shape[0] == k
+        remedy = f": pass w.reshape({k}, heads, -1)" if joined else ", with the K that x has"
+        raise ValueError(f"w is {shown(w)} and x is {shown(x)}; w must be [{k}, heads, channels]{remedy}")
+    if w.dtype != x.dtype:
+        raise ValueError(f"w is {shown(w)} and x is {shown(x)}; they must be of one dtype: pass w.astype(x.dtype)")
 
 
 def dtype_name(dtype: Any) -> str | None:

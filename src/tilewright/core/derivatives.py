@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, unmapped_aval
+from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
 from tilewright.core.partitioning import axes_of_elements, explicit_axes, placed
@@ -52,20 +51,66 @@ def with_derivatives(
     return wrapped
 
 
-def forward_only(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def forward_only(kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`kernel` where nothing is differentiated, and where it is, `plain`, which has the same arguments and derivatives.
 
     For a kernel that takes the place of several steps and saves nothing for a gradient: a program that is differentiated is
-    then the one that has the steps, with what they save and what `jax.checkpoint` knows of them.
+    then the one that has the steps, with what they save and what `jax.checkpoint` knows of them. It is an operation of its
+    own (`_forward_only_p`) and no `jax.custom_jvp`: JAX maps the rule of that one by `jax.vmap`, and what has a gradient
+    but no forward mode cannot be mapped within a derivative.
     """
-    wrapped = jax.custom_jvp(kernel)
 
-    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        leaves, tree = jax.tree.flatten(primals)
-        return _jvp_of_moving(lambda every: plain(*jax.tree.unflatten(tree, every)), leaves, jax.tree.leaves(tangents))
+    def wrapped(*given: Any) -> jax.Array:
+        leaves, tree = jax.tree.flatten(given)
 
-    wrapped.defjvp(rule, symbolic_zeros=True)
+        def flat(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+            return lambda *every: function(*jax.tree.unflatten(tree, every))
+
+        return _forward_only_p.bind(*leaves, kernel=_Kernel(flat(kernel)), plain=flat(plain))
+
     return wrapped
+
+
+class _Kernel:
+    """A function of arrays. It is traced once, where it is used first, since its implementation is decided there: what is
+    current may be another chip where the program is lowered. One that is differentiated is never traced.
+    """
+
+    def __init__(self, function: Callable[..., jax.Array]):
+        self.function = function
+        self._traced: Any = None
+
+    def traced(self, *operands: Any) -> Any:
+        if self._traced is None:
+            self._traced = jax.make_jaxpr(self.function)(*operands)
+            self.function = lambda *given: jaxpr_as_fun(self._traced)(*given)[0]
+        return self._traced
+
+
+_forward_only_p = Primitive("tilewright_forward_only")
+
+
+@_forward_only_p.def_impl
+def _run_kernel(*operands: Any, kernel: _Kernel, plain: Any) -> jax.Array:
+    kernel.traced(*operands)
+    return kernel.function(*operands)
+
+
+_forward_only_p.def_abstract_eval(lambda *avals, kernel, plain: kernel.traced(*avals).out_avals[0])
+mlir.register_lowering(_forward_only_p, mlir.lower_fun(_run_kernel, multiple_results=False))
+
+
+def _forward_only_jvp(primals: Any, tangents: Any, *, kernel: Any, plain: Any) -> Any:
+    return _jvp_of_moving(lambda every: plain(*every), primals, tangents)
+
+
+def _forward_only_batch(operands: Any, axes: Any, *, kernel: _Kernel, plain: Any) -> Any:
+    run, steps = (jax.vmap(function, in_axes=tuple(axes)) for function in (kernel.function, plain))
+    return _forward_only_p.bind(*operands, kernel=_Kernel(run), plain=steps), 0
+
+
+ad.primitive_jvps[_forward_only_p] = _forward_only_jvp
+batching.primitive_batchers[_forward_only_p] = _forward_only_batch
 
 
 def linear(
@@ -122,7 +167,7 @@ def _jvp(primals: Any, tangents: Any, *, evaluate: Any, num_saved: int, **params
 
 def _jvp_of_moving(function: Callable[[list[Any]], Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """`jax.jvp` of a function of a list of arrays, without tangents of those that are not differentiated."""
-    moving = [n for n, t in enumerate(tangents) if not isinstance(t, ad.Zero | SymbolicZero)]
+    moving = [n for n, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def moved(values: list[Any]) -> Any:
         every = list(primals)

@@ -246,7 +246,7 @@ class Op:
             if reason is None:
                 found, reason = self._for_architecture(name, launch_chip)
             if reason is None and found is not None:
-                decide = functools.partial(_decide_pass, self.name, name, call, launch_chip, configs, interpret)
+                decide = functools.partial(_decide_pass, self, name, call, launch_chip, configs, interpret)
                 forward = decide("forward", found.forward)
                 backward = (
                     PassDecision(None, note="JAX differentiates the forward pass")
@@ -319,7 +319,7 @@ def _architecture_name(architecture: tuple[int, int] | None) -> str:
 
 
 def _decide_pass(
-    op: str,
+    op: Op,
     implementation: str,
     call: Call,
     chip: Chip,
@@ -330,11 +330,15 @@ def _decide_pass(
 ) -> PassDecision:
     known: Iterable[tuned.Found] = ()
     if one.config is not None:
-        known = tuned.candidates(op, implementation, direction, chip, call.bucket(), one.config)
+        known = tuned.candidates(op.name, implementation, direction, chip, call.bucket(), one.config)
     config, source, entry = one.config_for(chip, call, configs, known)
     launch = Launch(chip, config, interpret)
     note = one.note(call) if callable(one.note) else one.note
-    return PassDecision(launch, source, one.refusal(call, launch), note, entry)
+    refusal = one.refusal(call, launch)
+    if refusal is not None:
+        # What kernels share names 'xla', which not every op has.
+        refusal = refusal.replace("implementation='xla'", f"implementation={op.plain!r}")
+    return PassDecision(launch, source, refusal, note, entry)
 
 
 @functools.lru_cache(maxsize=4096)

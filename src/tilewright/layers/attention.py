@@ -33,6 +33,7 @@ from tilewright.layers.layer import (
     Tensors,
     linear,
     norm,
+    norm_weights,
     placed_state,
     project,
     split_heads,
@@ -241,7 +242,7 @@ class Attention(Layer[AttentionWeights]):
         def heads(w: Any, norm: Any, count: int) -> jax.Array:
             y = split_heads(project(x, w), count)
             if self.qk_norm:
-                y = rms_norm(y, placed(norm, [()]), eps=self.eps, offset=self.norm_offset)
+                y = rms_norm(y, norm_weights(norm, y), eps=self.eps, offset=self.norm_offset)
             if self.rope_theta is None:
                 return y
             options = {"theta": self.rope_theta, "scaling": self.rope_scaling, "rotary_dim": self.rotated}

@@ -6,9 +6,8 @@ import jax
 from jaxtyping import Array, Float
 
 from tilewright.core.numerics import accumulator
-from tilewright.core.partitioning import placed
 from tilewright.layers.delta_layer import DeltaLayer, Heads
-from tilewright.layers.layer import Leaf, project
+from tilewright.layers.layer import Leaf, norm_weights, project
 from tilewright.ops.delta_rule.api import delta_rule
 from tilewright.ops.delta_rule.step.api import delta_rule_step
 from tilewright.ops.norm.api import rms_norm
@@ -69,4 +68,4 @@ class DeltaNet(DeltaLayer[DeltaNetWeights]):
         return (2 * beta if self.negative_eigenvalues else beta,)
 
     def normalised(self, weights: DeltaNetWeights, x: jax.Array, o: Float[Array, "B T H V"]) -> jax.Array:
-        return rms_norm(o, placed(weights.norm, [()]), eps=self.eps)
+        return rms_norm(o, norm_weights(weights.norm, o), eps=self.eps)

@@ -11,7 +11,7 @@ from tilewright.core.derivatives import forward_only
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray
 from tilewright.layers.delta_layer import DeltaLayer, Heads, decay_parameters
-from tilewright.layers.layer import Leaf, Parameter, linear, project, split_heads
+from tilewright.layers.layer import Leaf, Parameter, linear, norm_weights, project, split_heads
 from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate
 from tilewright.ops.delta_rule.gate_of_product.api import has_kernel as gate_has_kernel
 from tilewright.ops.delta_rule.gate_of_product.api import kda_gate_of_product
@@ -130,12 +130,12 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         options: Any = {"activation": "sigmoid", "eps": self.eps}
 
         def steps(o: jax.Array, x: jax.Array, w: Any, norm: jax.Array) -> jax.Array:
-            return gated_rms_norm(o, split_heads(project(x, w), self.num_heads), placed(norm, [()]), **options)
+            return gated_rms_norm(o, split_heads(project(x, w), self.num_heads), norm_weights(norm, o), **options)
 
         if self.full_rank_gate:  # One kernel gains nothing there (ops/norm/of_product).
             return steps(o, x, weights.gate_proj, weights.norm)
         low = project(x, weights.gate_down)
-        arrays = {"o": o, "x": low, "w": weights.gate_up, "norm": weights.norm}
+        arrays = {"o": o, "x": low, "w": weights.gate_up, "norm": norm_weights(weights.norm, o)}
         return self._of_product(gated_rms_norm_of_product, norm_has_kernel, steps, options, arrays)
 
     def _of_product(

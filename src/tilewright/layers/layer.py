@@ -61,6 +61,11 @@ def norm(name: str, channels: int, value: float = 1.0) -> Parameter:
     return Parameter((channels,), value, f"{name}.weight")
 
 
+def norm_weights(norm: jax.Array, x: jax.Array) -> jax.Array:
+    """The weights of a norm of x, whole on every device: in x's dtype, or in float32 where they are float32."""
+    return placed(norm if norm.dtype == jnp.float32 else norm.astype(x.dtype), [()])
+
+
 def project(
     x: Float[Array, "*tokens D"],
     w: Float[Array, "D E"] | QuantizedArray,

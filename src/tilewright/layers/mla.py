@@ -17,7 +17,17 @@ from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
 from tilewright.layers.attention import attend_over, cache_positions, check_room, held, numbered_segments, written
-from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
+from tilewright.layers.layer import (
+    Layer,
+    Leaf,
+    Parameter,
+    linear,
+    norm,
+    norm_weights,
+    placed_state,
+    project,
+    split_heads,
+)
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.norm.api import rms_norm
@@ -122,7 +132,7 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         (b, t, _), h, r = x.shape, self.num_heads, self.latent_dim
         q = split_heads(project(x, weights.q_proj), h)  # [B, T, H, C + E]
         down = project(x, weights.kv_down)  # [B, T, R + E]
-        latent = rms_norm(down[..., :r], placed(weights.kv_norm, [()]), eps=self.eps)
+        latent = rms_norm(down[..., :r], norm_weights(weights.kv_norm, x), eps=self.eps)
         latents = jnp.concatenate([latent, down[..., r:]], axis=-1)
         if state is None:
             k, v = self._expanded(weights, latents)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.delta_layer import DeltaLayer, Heads, decay_parameters
-from tilewright.layers.layer import Leaf, Parameter, Tensors, linear, norm, project, split_heads
+from tilewright.layers.layer import Leaf, Parameter, Tensors, linear, norm, norm_weights, project, split_heads
 from tilewright.ops.delta_rule.api import gated_delta_rule, gdn_gate
 from tilewright.ops.delta_rule.step.api import gated_delta_rule_step
 from tilewright.ops.norm.api import gated_rms_norm
@@ -146,4 +146,4 @@ class Qwen3NextGatedDeltaNet(DeltaLayer[Qwen3NextGatedDeltaNetWeights]):
         self, weights: Qwen3NextGatedDeltaNetWeights, x: jax.Array, o: Float[Array, "B T HV V"]
     ) -> jax.Array:
         gate = split_heads(project(x, weights.gate_proj), self.num_value_heads)
-        return gated_rms_norm(o, gate, placed(weights.norm, [()]), activation="silu", eps=self.eps)
+        return gated_rms_norm(o, gate, norm_weights(weights.norm, o), activation="silu", eps=self.eps)

@@ -85,7 +85,12 @@ def test_what_the_kernel_refuses(shape, text) -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"x": jnp.zeros((40, 64), jnp.int32)}, r"x is int32\[40, 64\]; it must be \[..., K\] of float32 or bfloat16"),
+        ({"x": jnp.zeros((40, 64), jnp.int32)}, r"x is int32\[40, 64\]; it must be float32 or bfloat16"),
+        (
+            {"w": jnp.zeros((32, 2, 128))},
+            r"w is float32\[32, 2, 128\] .* must be \[64, heads, channels\], with the K that x has",
+        ),
+        ({"A_log": jnp.zeros((2,), jnp.int32)}, r"A_log is int32\[2\]; it must be float32 or bfloat16"),
         ({"w": jnp.zeros((64, 256))}, r"w is float32\[64, 256\] and x is .*: pass w.reshape\(64, heads, -1\)"),
         ({"w": jnp.zeros((64, 2, 128), jnp.bfloat16)}, r"w is bfloat16\[64, 2, 128\] and .*\.astype\(x.dtype\)"),
         ({"A_log": jnp.zeros((3,))}, r"A_log has shape \[3\] and x w \[40, 2, 128\]; A_log must be \[HV\] = \[2\]"),

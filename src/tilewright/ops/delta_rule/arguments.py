@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.arguments import FLOATING, check_number, shown
 from tilewright.core.numerics import accumulator, rounded
 from tilewright.core.segments import checked_cu_seqlens
 from tilewright.core.unit_length import unit_length
@@ -138,7 +138,10 @@ def _check_floating(name: str, array: jax.Array) -> None:
 
 def check_lower_bound(lower_bound: float | None) -> None:
     """The lower bound of KDA's bounded gate."""
-    if lower_bound is not None and not -5 <= lower_bound < 0:
+    if lower_bound is None:
+        return
+    check_number("lower_bound", lower_bound)
+    if not -5 <= lower_bound < 0:
         raise ValueError(f"lower_bound={lower_bound} must be at least -5 and negative; use -5.0, or None for no bound")
 
 
@@ -154,10 +157,14 @@ def check_decays(
             f"last two axes of {name}{remedy}"
         )
     if A_log.shape != shape[-2:-1]:
+        remedy = ": pass A_log.reshape(-1)" if A_log.size == shape[-2] else ""
         raise ValueError(
             f"A_log has shape {list(A_log.shape)} and {name} {list(shape)}; A_log must be [HV] = [{shape[-2]}], one per "
-            f"head: pass A_log.reshape(-1)"
+            f"head{remedy}"
         )
+    for own, array in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if array.dtype.name not in FLOATING:
+            raise ValueError(f"{own} is {shown(array)}; it must be float32 or bfloat16: pass {own}.astype(jnp.float32)")
     check_lower_bound(lower_bound)
 
 

@@ -66,7 +66,7 @@ def check_tile(config: Config, columns: str) -> None:
     if not isinstance(block, int) or block % WIDTH or not 0 < block <= WIDEST:
         raise ValueError(
             f"{columns}={block!r} must be a multiple of {WIDTH}, at most {WIDEST} (the columns of a wgmma instruction); "
-            f"use {WIDEST}, or implementation='xla'"
+            f"use {WIDEST}"
         )
     config.check_integers("stages", least=2, why="a copy runs while the previous step is used", use=4)
     config.check_integers("band", use=16)

@@ -110,6 +110,8 @@ def _unsupported_reason(call: DeltaRuleCall, launch: Launch) -> str | None:
         return reason
     if (k := call.q.shape[-1]) > _LARGEST_KEY:
         return f"K={k} must be {_LARGEST_KEY} at most (the state is in registers); use implementation='xla'"
+    if call.v.size == 0:
+        return f"v is {list(call.v.shape)}, and there is nothing to launch for; use implementation='xla'"
     return None
 
 
@@ -121,7 +123,7 @@ def _forward_heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleSm90Forward:
     blocks = b * hv * pl.cdiv(tiles, widest)
     if chip.multiprocessors is None or 2 * blocks > chip.multiprocessors:
         return DeltaRuleSm90Forward(block_v=TILE * widest)
-    splits = min(chip.multiprocessors // (b * hv * tiles), t // _LEAST_SPLIT_TOKENS)
+    splits = min(chip.multiprocessors // max(b * hv * tiles, 1), t // _LEAST_SPLIT_TOKENS)
     if splits >= _LEAST_SPLITS:
         return DeltaRuleSm90Forward(block_v=TILE, splits=splits)
     narrow = call.gate != "channel" and b * hv * tiles * TILE // SM90_NARROW <= chip.multiprocessors

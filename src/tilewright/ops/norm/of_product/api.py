@@ -68,8 +68,8 @@ def _call(o: Any, x: Any, w: Any, norm: Any, *, activation: str, eps: float) -> 
     shape = (*x.shape[:-1], *w.shape[1:])
     if o.shape != shape or o.dtype != x.dtype:
         raise ValueError(
-            f"o is {shown(o)}; it must have the shape and dtype of the gate x w, {x.dtype.name}{list(shape)}: pass "
-            f"o.reshape({', '.join(map(str, shape))}).astype(x.dtype)"
+            f"o is {shown(o)}, x is {shown(x)} and w is {shown(w)}; o must have the shape and dtype of the gate x w, "
+            f"{x.dtype.name}{list(shape)}"
         )
     if norm.shape != o.shape[-1:] or norm.dtype not in (o.dtype, jnp.float32):
         raise ValueError(f"norm is {shown(norm)}; it must be [D] = {list(o.shape[-1:])}, of o's dtype or float32")

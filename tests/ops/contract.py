@@ -86,6 +86,9 @@ class OpContract(Composition):
     is_a_special_case = False
     """Whether kernels run this op as a special case of the one that it shares code with, so that interpreters run the
     properties of that one only, and its values in the slow tier."""
+    values_are_slow = False
+    """Whether programs of this op take so long, to compile and in interpreters, that values are those of `test_no_races`
+    alone, and tests of the wrapper are left to other ops."""
     properties_in_default_tier = False
     """Whether the properties of the plain implementation are in the default tier: of one op, which has all of them, and of
     a new one."""
@@ -206,9 +209,11 @@ class OpContract(Composition):
                 continue
             if interpreted and self.is_a_special_case and name in PROPERTIES:
                 continue
+            if self.values_are_slow and name in (*PROPERTIES, VALUES):
+                continue
             if interpreted and name == "test_determinism" and self._is_all_rows():
                 continue  # test_batch_independence shows the same bits of a row in two runs.
-            if name in WRAPPER and self._wrapped_elsewhere(implementation):
+            if name in WRAPPER and (self.values_are_slow or self._wrapped_elsewhere(implementation)):
                 continue
             if name in HELD_TO_THE_REFERENCE and implementation == "reference" != self.op().plain:
                 continue
@@ -627,6 +632,7 @@ WRAPPER = (
 HELD_TO_THE_REFERENCE = ("test_forward_mode_and_second_order",)
 # Tests of the wrapper rather than of a kernel that are slow in an interpreter.
 SLOW_WRAPPER = ("test_shard_map", "test_vmap")
+VALUES = "test_values_and_gradients_meet_the_oracle"
 PROPERTIES = (
     "test_determinism",
     "test_batch_independence",

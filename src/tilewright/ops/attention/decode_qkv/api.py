@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, check_eps, check_number, shown
+from tilewright.core.axes import Size
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.ops.attention.decode_qkv.call import DecodeQkvCall
@@ -111,14 +112,11 @@ def _call(
         arrays |= {name: jnp.expand_dims(arrays[name], 0) for name in ("keys", "values")}
     channels = arrays["q_proj"].shape[2]
     rotary_dim = channels if options["rotary_dim"] is None else options["rotary_dim"]
-    _validate_options(options, rotary_dim, channels)
-    if not np.can_cast(lengths.dtype, np.int32):
-        # A length that does not fit into 32 bits is outside of the cache, and has to stay so.
-        lengths = jnp.where((lengths >= 0) & (lengths < arrays["keys"].shape[2]), lengths.astype(jnp.int32), -1)
+    validate_options(options, rotary_dim, channels)
     return DecodeQkvCall(
         **arrays,
         **norms,
-        lengths=lengths.astype(jnp.int32),
+        lengths=int32_lengths(lengths, arrays["keys"].shape[2]),
         layer=jnp.asarray(layer, jnp.int32) if stacked else None,
         eps=float(options["eps"]),
         norm_offset=float(options["norm_offset"]),
@@ -177,7 +175,15 @@ def _validate_arrays(arrays: dict[str, jax.Array], lengths: jax.Array, layer: An
             raise ValueError(f"{name} is {shown(w)}; it must be floating [C] = [{channels}]")
 
 
-def _validate_options(options: dict[str, Any], rotary_dim: Any, channels: int) -> None:
+def int32_lengths(lengths: jax.Array, capacity: Size) -> jax.Array:
+    """Lengths as int32. One that does not fit into 32 bits is outside of the cache, and stays so."""
+    if not np.can_cast(lengths.dtype, np.int32):
+        lengths = jnp.where((lengths >= 0) & (lengths < capacity), lengths.astype(jnp.int32), -1)
+    return lengths.astype(jnp.int32)
+
+
+def validate_options(options: dict[str, Any], rotary_dim: Any, channels: int) -> None:
+    """Raises where the options of norms and of the rotation are not valid."""
     check_eps(options["eps"])
     for name in ("norm_offset", *(() if options["theta"] is None else ("theta",))):
         check_number(name, options[name])

@@ -126,10 +126,10 @@ def check(case: Case) -> None:
 PLAIN = (("implementation", "reference"),)
 RING = (("causal", True), ("exchange", "ring"), *PLAIN)
 QUICK = [
-    Case("kda", 4, 5, "odd", options=PLAIN),
     Case("short_conv", 4, 3, "odd", options=(("activation", "silu"),)),
 ]
 SLOW = [
+    Case("kda", 4, 5, "odd", options=PLAIN),
     Case("flash_attention", 4, 6, "odd", options=RING),
     Case("kda", 2, 9, gates=200.0, options=PLAIN),
     Case("gated_delta_rule", 3, 6, "edge", dtype="bfloat16", options=PLAIN),

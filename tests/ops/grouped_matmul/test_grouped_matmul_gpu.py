@@ -122,7 +122,8 @@ def test_rows_of_groups_are_not_shared_by_a_cluster() -> None:
         pytest.param([30, 0, 11], 40, 64, marks=pytest.mark.slow),
         pytest.param([7], 7, 16, marks=pytest.mark.slow),
         pytest.param([0, 0], 12, 32, marks=pytest.mark.slow),
-        (np.random.default_rng(0).integers(0, 9, 37).tolist(), 200, 32),  # Not a whole number of turns of the loop.
+        # Not a whole number of turns of the loop.
+        pytest.param(np.random.default_rng(0).integers(0, 9, 37).tolist(), 200, 32, marks=pytest.mark.slow),
         pytest.param(np.random.default_rng(0).integers(0, 9, 128).tolist(), 600, 16, marks=pytest.mark.slow),
     ],
 )

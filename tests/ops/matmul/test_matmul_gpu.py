@@ -138,7 +138,8 @@ def test_wide_swiglus_of_few_rows_are_one_kernel(m, k, n, splits) -> None:
 @pytest.mark.parametrize(
     ("dtype", "block", "k", "rows"),
     [
-        ("int4", (128, 1), 256, 16),  # One step for two slices of the contracted axis.
+        # One step for two slices of the contracted axis.
+        pytest.param("int4", (128, 1), 256, 16, marks=pytest.mark.slow),
         pytest.param("int8", (128, 1), 384, 16, marks=pytest.mark.slow),  # Three: two, and one.
         pytest.param("float8_e4m3fn", (128, 128), 384, 32, marks=pytest.mark.slow),
         pytest.param("int8", None, 640, 64, marks=pytest.mark.slow),  # One slice.

@@ -86,6 +86,9 @@ class OpContract(Composition):
     is_a_special_case = False
     """Whether kernels run this op as a special case of the one that it shares code with, so that interpreters run the
     properties of that one only, and its values in the slow tier."""
+    interpreted_slowly: frozenset[str] = frozenset()
+    """Implementations whose values are in the slow tier where they are interpreted: an op that shares their kernels has
+    them in the default one."""
     values_are_slow = False
     """Whether programs of this op take so long, to compile and in interpreters, that values are those of `test_no_races`
     alone, and tests of the wrapper are left to other ops."""
@@ -229,7 +232,8 @@ class OpContract(Composition):
                     first = case == self.first_case() and dtype == in_turn[0]
                     in_default = {
                         "all": True,
-                        "first": first and not (interpreted and self.is_a_special_case),
+                        "first": first
+                        and not (interpreted and (self.is_a_special_case or implementation in self.interpreted_slowly)),
                         "plain": first and implementation == self.op().plain and self.properties_in_default_tier,
                         "none": False,
                     }[default]

@@ -63,6 +63,7 @@ class TestDecode(DecodeContract):
 class TestPaged(DecodeContract):
     op_name = "paged_attention"
     shares_code_with = "decode_attention"
+    interpreted_slowly = frozenset({"pallas_gpu", "pallas_tpu"})
     page = 32
 
     def replace_later(self, arrays: dict, other: dict, t: int) -> dict:

@@ -73,6 +73,7 @@ class TestDeltaRule(DeltaRuleContract):
 class TestGatedDeltaRule(DeltaRuleContract):
     op_name = "gated_delta_rule"
     properties_in_default_tier = True
+    interpreted_slowly = frozenset({"pallas_tpu"})  # TPU kernels are the same as those of `kda`.
 
 
 class TestKda(DeltaRuleContract):

@@ -166,7 +166,7 @@ def _jvp(primals: Any, tangents: Any, *, evaluate: Any, num_saved: int, **params
 
 
 def _jvp_of_moving(function: Callable[[list[Any]], Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """`jax.jvp` of a function of a list of arrays, without tangents of those that are not differentiated."""
+    """`jax.jvp` of a function of a list of arrays. Those that are not differentiated get no tangent."""
     moving = [n for n, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def moved(values: list[Any]) -> Any:

@@ -111,9 +111,9 @@ def softplus(x: jax.Array, layout: Any) -> jax.Array:
             result = math.fma(u, math.fma(series, u, rest), u)
             return arith.addf(result, arith.maximumf(register, constant(0.0)))
 
-        return _of_registers(each, x)
+        return of_registers(each, x)
 
-    return _inline(body, x, layout)
+    return inline_float32(body, x, layout)
 
 
 def sums_of_neighbours(x: jax.Array, size: int, layout: Any) -> jax.Array:
@@ -140,9 +140,9 @@ def sums_of_neighbours(x: jax.Array, size: int, layout: Any) -> jax.Array:
             lanes //= 2
             exchange = f"shfl.sync.bfly.b32 $0, $1, {lanes}, {LANES - 1}, -1;"
             total = arith.addf(total, llvm.inline_asm(f32, [total], exchange, "=f,f"))
-        return _of_registers(lambda _: vector.from_elements(register.type, [total] * length), x)
+        return of_registers(lambda _: vector.from_elements(register.type, [total] * length), x)
 
-    return _inline(body, x, layout)
+    return inline_float32(body, x, layout)
 
 
 def reciprocal(x: jax.Array, layout: Any) -> jax.Array:
@@ -151,27 +151,31 @@ def reciprocal(x: jax.Array, layout: Any) -> jax.Array:
         return 1.0 / x
 
     def body(_: Any, x: Any) -> Any:
-        return _of_registers(lambda each: _per_element(each.type, "rcp.approx.ftz.f32 $0, $1;", each), x)
+        return of_registers(lambda each: _per_element(each.type, "rcp.approx.ftz.f32 $0, $1;", each), x)
 
-    return _inline(body, x, layout)
+    return inline_float32(body, x, layout)
+
+
+def element(register: Any, n: int) -> Any:
+    """The n-th element of a vector, in Mosaic's operations."""
+    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
 
 
 def _per_element(kind: Any, instruction: str, register: Any) -> Any:
     """A vector of float32 of this type: an instruction of PTX for each element of a register."""
     parts = []
     for n in range(ir.VectorType(kind).shape[0]):
-        element = vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
-        parts.append(llvm.inline_asm(ir.F32Type.get(), [element], instruction, "=f,f"))
+        parts.append(llvm.inline_asm(ir.F32Type.get(), [element(register, n)], instruction, "=f,f"))
     return vector.from_elements(kind, parts)
 
 
-def _of_registers(function: Any, x: Any) -> Any:
+def of_registers(function: Any, x: Any) -> Any:
     """A value of x's layout, from a function of each register."""
     registers = np.array([function(one) for one in x.registers.flat], dtype=object).reshape(x.registers.shape)
     return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
 
-def _inline(body: Any, x: jax.Array, layout: Any) -> jax.Array:
+def inline_float32(body: Any, x: jax.Array, layout: Any) -> jax.Array:
     """A float32 value of x's shape in this layout, from a function in Mosaic's own operations."""
     returned = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
     inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)

@@ -13,6 +13,7 @@ about 0.2 s takes NaN for every word that it waits for, and goes on to the next 
 together, results are NaN, and the kernel still ends.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +31,6 @@ from tilewright.ops.attention.decode_layers.pallas_gpu.plan import CHANNELS, COL
 from tilewright.ops.attention.decode_layers.pallas_gpu.threads import (
     below,
     constant,
-    element,
     elements,
     i32,
     index,
@@ -40,7 +40,7 @@ from tilewright.ops.attention.decode_layers.pallas_gpu.threads import (
     load_four_by_four,
     own_thread,
 )
-from tilewright.pallas.gpu.elementwise import THREADS
+from tilewright.pallas.gpu.elementwise import THREADS, element
 from tilewright.pallas.gpu.kernel import interpreted
 
 LOWEST = -1e30
@@ -220,14 +220,8 @@ def _publish(value: Any, tag: Any, target: Any, place: Any) -> None:
 def _column_sum(ref: Any, column: Any) -> Any:
     """The sum of a column of [rows, COLUMNS] in shared memory, in order."""
     rows = ir.MemRefType(ref.type).shape[0]
-    return _summed([memref.load(ref, [arith.constant(ir.IndexType.get(), n), index(column)]) for n in range(rows)])
-
-
-def _summed(values: list[Any]) -> Any:
-    total = values[0]
-    for value in values[1:]:
-        total = arith.addf(total, value)
-    return total
+    places = [[arith.constant(ir.IndexType.get(), n), index(column)] for n in range(rows)]
+    return functools.reduce(arith.addf, [memref.load(ref, place) for place in places])
 
 
 def publish_column_sums(target: Any, ref: Any, tag: Any) -> None:
@@ -252,8 +246,8 @@ def publish_sum(target: Any, ref: Any, tag: Any) -> None:
 
     def body(tag: Any, target: Any, ref: Any) -> None:
         with mosaic.when(is_equal(own_thread(), 0)):
-            numbers = range(ir.MemRefType(ref.type).shape[0])
-            total = _summed([memref.load(ref, [arith.constant(ir.IndexType.get(), n)]) for n in numbers])
+            numbers = [arith.constant(ir.IndexType.get(), n) for n in range(ir.MemRefType(ref.type).shape[0])]
+            total = functools.reduce(arith.addf, [memref.load(ref, [n]) for n in numbers])
             _publish(total, tag, target, constant(0))
 
     _with_tag(body, (target, ref), tag)
@@ -278,11 +272,8 @@ def publish_attention(
         f32, thread = ir.F32Type.get(), own_thread()
         zero, least = (arith.constant(f32, ir.FloatAttr.get(f32, value)) for value in (0.0, LOWEST))
         with mosaic.when(below(thread, COLUMNS)):
-            total = _summed(load_four_by_four(totals))
-            numbers = load_four_by_four(largest)
-            most = numbers[0]
-            for number in numbers[1:]:
-                most = arith.maximumf(most, number)
+            total = functools.reduce(arith.addf, load_four_by_four(totals))
+            most = functools.reduce(arith.maximumf, load_four_by_four(largest))
             value = _column_sum(sums, thread)
             has_keys = arith.cmpf(arith.CmpFPredicate.OGT, total, zero)
             inverse = llvm.inline_asm(f32, [total], "rcp.approx.ftz.f32 $0, $1;", "=f,f")

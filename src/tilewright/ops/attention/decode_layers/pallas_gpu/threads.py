@@ -9,14 +9,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 from tilewright.ops.attention.decode_layers.pallas_gpu.plan import COLUMNS, CONSUMERS, WARPS
-from tilewright.pallas.gpu.elementwise import LANES, THREADS
+from tilewright.pallas.gpu.elementwise import LANES, THREADS, element, inline_float32, of_registers
 from tilewright.pallas.gpu.kernel import interpreted
 from tilewright.pallas.gpu.registers import few_rows
 
@@ -77,10 +76,6 @@ def is_equal(value: Any, number: int) -> Any:
 
 def below(value: Any, number: int) -> Any:
     return arith.cmpi(arith.CmpIPredicate.ult, value, constant(number))
-
-
-def element(register: Any, n: int) -> Any:
-    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
 
 
 def elements(array: Any) -> list[Any]:
@@ -248,17 +243,12 @@ def upcast(x: jax.Array) -> jax.Array:
     if interpreted():
         return x.astype(jnp.float32)
 
-    def body(_: Any, x: Any) -> Any:
-        (register,) = x.registers.flat
+    def each(register: Any) -> Any:
         words, wide = vector.bitcast(ir.VectorType.get((4,), i32()), register), []
         for n in range(4):
             word = element(words, n)
             for bits in (arith.shli(word, constant(16)), arith.andi(word, constant(-65536))):
                 wide.append(arith.bitcast(ir.F32Type.get(), bits))
-        value = vector.from_elements(ir.VectorType.get((8,), ir.F32Type.get()), wide)
-        registers = np.array([value], dtype=object).reshape(x.registers.shape)
-        return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        return vector.from_elements(ir.VectorType.get((8,), ir.F32Type.get()), wide)
 
-    returned = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=TILE)
-    inline: Any = plgpu.inline_mgpu(arg_types=(TILE,), return_type=returned)
-    return inline(body)(x)
+    return inline_float32(lambda _, x: of_registers(each, x), x, TILE)

@@ -1,6 +1,7 @@
 """A token per row on an H200: the kernels of a layer, and values that are those of the plain path."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -31,11 +32,28 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 ARCHITECTURE = architecture_of(Config(CONFIG))
+IN_ONE_KERNEL = CONFIG | {
+    "num_hidden_layers": 1,
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "intermediate_size": 256,
+}
+"""Sizes that `decode_layers` divides between four thread blocks in the interpreter."""
+QWEN3 = IN_ONE_KERNEL | {
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+}
+"""Layers of Qwen3-0.6B."""
 
 
-def drawn(dtype="bfloat16", batch=2, quantize=None, architecture=ARCHITECTURE):
+def drawn(dtype="bfloat16", batch=2, quantize=None, config=CONFIG):
     """Weights whose norms are not ones, and states behind two and zero tokens."""
-    weights = init(CONFIG, jax.random.key(0), dtype=dtype, quantize=quantize).weights
+    weights = init(config, jax.random.key(0), dtype=dtype, quantize=quantize).weights
 
     def perturbed(path, leaf):
         is_norm = "norm" in jax.tree_util.keystr(path)
@@ -46,7 +64,7 @@ def drawn(dtype="bfloat16", batch=2, quantize=None, architecture=ARCHITECTURE):
         )
 
     weights = jax.tree_util.tree_map_with_path(perturbed, weights)
-    states = initial_states(architecture, batch, 3, jnp.dtype(dtype))
+    states = initial_states(architecture_of(Config(config)), batch, 3, jnp.dtype(dtype))
     states = jax.tree.map(
         lambda leaf: (
             jax.random.normal(jax.random.key(1), leaf.shape).astype(leaf.dtype)
@@ -58,30 +76,33 @@ def drawn(dtype="bfloat16", batch=2, quantize=None, architecture=ARCHITECTURE):
     return weights, states
 
 
-def step(weights, ids, states):
-    return generation.next_logits(ARCHITECTURE, weights, ids, states)
+def step(weights, ids, states, config=CONFIG):
+    return generation.next_logits(architecture_of(Config(config)), weights, ids, states)
 
 
-def kernels(weights, ids, states):
+def kernels(weights, ids, states, config=CONFIG):
     with tilewright.target("h200"):
-        traced = jax.jit(step).trace(weights, ids, states)
+        traced = jax.jit(functools.partial(step, config=config)).trace(weights, ids, states)
     named = [str(equation.params) for equation in kernels_of(traced.jaxpr.jaxpr)]
-    known = r"decode_qkv_products|decode_residual_products|decode_residual|decode_qkv|decode_attention|matmul_\w+"
+    known = r"decode_(layers|qkv_products|residual_products|residual|qkv|attention)|matmul_\w+"
     return [found[0] for each in named if (found := re.search(known, each))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "unrolled"), [(1, 2), (3, 1)])
-def test_tokens_are_those_of_the_plain_path(batch, unrolled, monkeypatch):
-    """Two tokens one after the other: logits, caches and lengths. With both layers in a row, and in a loop."""
+@pytest.mark.parametrize(
+    ("config", "batch", "unrolled"), [(CONFIG, 1, 2), (CONFIG, 3, 1), (IN_ONE_KERNEL, 1, 1)], ids=["row", "loop", "one"]
+)
+def test_tokens_are_those_of_the_plain_path(config, batch, unrolled, monkeypatch):
+    """Two tokens one after the other: logits, caches and lengths. With both layers in a row, in a loop, in one kernel."""
     monkeypatch.setattr("tilewright.models.architecture._MOST_UNROLLED", unrolled)
-    weights, states = drawn(batch=batch)
+    run = jax.jit(functools.partial(step, config=config))
+    weights, states = drawn(batch=batch, config=config)
     ids = jnp.arange(batch, dtype=jnp.int32)[:, None] + 5
     want_states, got_states = states, states
     for _ in range(2):
-        want, want_states = jax.jit(step)(weights, ids, want_states)
+        want, want_states = run(weights, ids, want_states)
         with able_to_run("pallas_gpu"), tilewright.target("h200"):
-            got, got_states = jax.jit(step)(weights, ids, got_states)
+            got, got_states = run(weights, ids, got_states)
         assert jax.tree.structure(got_states) == jax.tree.structure(want_states)
         scale = np.abs(np.asarray(want)).max()
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-2 * scale)
@@ -111,6 +132,22 @@ def test_a_layer_has_few_kernels(batch, unrolled, monkeypatch):
         ]
         * unrolled
     )
+
+
+def in_one_kernel(batch=1, **changed):
+    weights, states = jax.eval_shape(lambda: drawn(batch=batch, config=QWEN3, **changed))
+    ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    return kernels(weights, ids, states, QWEN3) == ["decode_layers"]
+
+
+def test_the_layers_of_a_small_model_are_one_kernel():
+    assert in_one_kernel()
+
+
+@pytest.mark.slow
+def test_several_rows_and_other_dtypes_have_a_kernel_per_part():
+    for changed in ({"batch": 2}, {"dtype": "float32"}, {"quantize": "int8"}):
+        assert not in_one_kernel(**changed), changed
 
 
 @pytest.mark.slow

@@ -281,6 +281,36 @@ class Attention(Layer[AttentionWeights]):
         o, after = self._decoded(*token, state)
         return *residual.plus(self._gated(weights, x, o), weights.o_proj), after
 
+    def decode_layers_arguments(self, weights: Any, state: Any) -> dict[str, Any] | None:
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        if (
+            self.gated
+            or state.first is not None
+            or any(isinstance(vars(weights)[name], QuantizedArray) for name in names)
+        ):
+            return None
+        q, k, v, o = (vars(weights)[name] for name in names)
+        heads = {name: w.reshape(*w.shape[:2], -1, self.head_dim) for name, w in zip(names, (q, k, v), strict=False)}
+        return {
+            **heads,
+            "o_proj": o.reshape(o.shape[0], self.num_heads, self.head_dim, self.d_model),
+            "keys": state.keys,
+            "values": state.values,
+            **self._decode_options(weights),
+        }
+
+    def _decode_options(self, weights: Any) -> dict[str, Any]:
+        """How the ops that decode normalise and rotate heads."""
+        return {
+            "q_norm": weights.q_norm,
+            "k_norm": weights.k_norm,
+            "eps": self.eps,
+            "norm_offset": self.norm_offset,
+            "theta": self.rope_theta,
+            "scaling": self.rope_scaling,
+            "rotary_dim": self.rotated,
+        }
+
     def _projected(self, weights: Any, x: jax.Array, o: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
         """What attention gives as the layer's output."""
         return placed(project(self._gated(weights, x, o), weights.o_proj), explicit_axes(x))
@@ -306,16 +336,7 @@ class Attention(Layer[AttentionWeights]):
             return None
         projections = [w.reshape(self.d_model, -1, self.head_dim) for w in projections]
         arguments = (x[:, 0], *projections, *caches, jnp.broadcast_to(state.length, x.shape[:1]))
-        options = {
-            "layer": state.keys.layer if stacked else None,
-            "q_norm": weights.q_norm,
-            "k_norm": weights.k_norm,
-            "eps": self.eps,
-            "norm_offset": self.norm_offset,
-            "theta": self.rope_theta,
-            "scaling": self.rope_scaling,
-            "rotary_dim": self.rotated,
-        }
+        options = {"layer": state.keys.layer if stacked else None, **self._decode_options(weights)}
         return (arguments, options) if has_kernel(*arguments, **options) else None
 
     def _decoded(

@@ -244,6 +244,13 @@ class Layer[W]:
         """
         raise NotImplementedError
 
+    def decode_layers_arguments(self, weights: Any, state: Any) -> dict[str, Any] | None:
+        """What `decode_layers` takes of equal layers, by name; None where it does not compute them.
+
+        The weights and the state are stacks over the layers.
+        """
+        return None
+
     def check_weights(self, weights: Any) -> None:
         """Raises where the weights are not this layer's."""
         own, remedy = type(self).__name__, "pass what init or from_checkpoint of this layer returned"

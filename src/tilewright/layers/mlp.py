@@ -102,3 +102,7 @@ class MLP(Layer[MLPWeights]):
         """See `Layer.decode`."""
         h = matmul(x, weights.gate_up, activation="swiglu")  # [B, 1, F]
         return *residual.plus(h, weights.down), None
+
+    def decode_layers_arguments(self, weights: Any, state: Any) -> dict[str, Any] | None:
+        own = {"gate_up": weights.gate_up, "down": weights.down}
+        return None if any(isinstance(each, QuantizedArray) for each in own.values()) else own

@@ -23,6 +23,7 @@ from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.attention import StackedCache, layer_of
 from tilewright.layers.layer import Layer, Leaf, Residual, project
 from tilewright.layers.moe import Routing
+from tilewright.ops.attention.decode_layers.api import decode_layers, has_kernel
 from tilewright.ops.norm.api import rms_norm
 from tilewright.parallel.mesh import MeshError
 from tilewright.parallel.pipeline import PIPELINE, Pipeline, Stage, is_staged, run_stages
@@ -88,6 +89,19 @@ class Block:
         x, normed, state = self.mixer.decode(weights.mixer, normed, state, self._residual(x, weights.mlp_norm))
         x, normed, _ = self.mlp.decode(weights.mlp, normed, None, self._residual(x, following))
         return x, normed, state
+
+    def decode_layers_arguments(self, weights: BlockWeights, x: jax.Array, state: Any) -> dict[str, Any] | None:
+        """The arguments of `decode_layers` for equal blocks, whose weights and states are stacks; None where there is no
+        kernel that computes them.
+        """
+        mixer = self.mixer.decode_layers_arguments(weights.mixer, state)
+        mlp = self.mlp.decode_layers_arguments(weights.mlp, None)
+        if mixer is None or mlp is None or (mixer["eps"], mixer["norm_offset"]) != (self.eps, self.norm_offset):
+            return None
+        norms = {"mixer_norm": weights.mixer_norm, "mlp_norm": weights.mlp_norm}
+        lengths = jnp.broadcast_to(state.length[0], x.shape[:1])  # All layers have read the same tokens.
+        arguments = {"x": x[:, 0], "lengths": lengths, **norms, **mixer, **mlp}
+        return arguments if has_kernel(**arguments) else None
 
     def _residual(self, x: jax.Array, norm: jax.Array) -> Residual:
         return Residual(x, norm, self.eps, self.norm_offset)
@@ -224,7 +238,9 @@ def hidden_states(
         if in_place:
             assert states is not None
             before, last = states[number], None  # `last`: x behind the norm of the head, where the run has computed it.
-            if segment_ids is None and _can_decode(architecture, run, own, x, before):
+            if segment_ids is None and (decoded := _decode_in_one_kernel(run, own, x, before)) is not None:
+                x, state = decoded
+            elif segment_ids is None and _can_decode(architecture, run, own, x, before):
                 x, last, state = _decode_in_place(run, own, x, before, weights.norm)
             else:
                 x, state = _run_in_place(run, own, x, before, segment_ids)
@@ -383,6 +399,18 @@ def _run_in_place(
 
     _, x, stacks = jax.lax.while_loop(lambda carry: carry[0] < run.count, body, (jnp.int32(0), x, stacks))
     return x, stacks
+
+
+def _decode_in_one_kernel(run: Run, weights: Any, x: jax.Array, stacks: Any) -> tuple[jax.Array, Any] | None:
+    """`_run_in_place` for a token, where a kernel computes all blocks of a run; None where there is none."""
+    (block, *others), (stack, *_) = run.pattern, stacks
+    if x.shape[1] != 1 or others or getattr(stack, "length", None) is None:
+        return None
+    arguments = block.decode_layers_arguments(weights[0], x, stack)
+    if arguments is None:
+        return None
+    y, keys, values = decode_layers(**arguments)
+    return y[:, None], (dataclasses.replace(stack, keys=keys, values=values, length=stack.length + 1),)
 
 
 def _can_decode(architecture: Architecture, run: Run, weights: Any, x: jax.Array, stacks: Any) -> bool:

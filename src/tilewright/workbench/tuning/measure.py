@@ -16,9 +16,10 @@ from tilewright.workbench.tuning.worker import BOTH, ORACLE, Clock
 
 # A config that takes so many times as long to prepare as the first one, and so many seconds more, hangs.
 _PATIENCE, _PATIENCE_S = 4.0, 20.0
-# Calls are queued, but the host takes up to about 100 us to dispatch one (H200, jax 0.11). Where a call takes less than
-# twice that, its wall time may be the host's, and the time on the device counts.
-_DEVICE_BELOW_S = 200e-6
+# Calls are queued, but the host takes up to about 100 us to dispatch one (H200, jax 0.11), and over a millisecond where
+# other configs compile on all of its cores: a call of 0.46 ms took 1.62 then. Where a call takes no longer than that, its
+# wall time may be the host's, and the time on the device counts.
+_DEVICE_BELOW_S = 2e-3
 # A config is ended early where so many turns in a row, and the median of all, took that many times as long as the best one.
 _CLEARLY_SLOWER, _HOPELESS, _TWICE = 1.05, 1.3, 2.0
 # A gain counts where three quarters of the turns show it, and by more than this.

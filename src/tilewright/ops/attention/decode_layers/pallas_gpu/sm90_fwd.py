@@ -34,11 +34,11 @@ keys, all channels rotated. Sizes that a plan can divide: Qwen3-0.6B's and Qwen3
 resident at once, so there are at most as many as the chip has multiprocessors; where another persistent kernel holds some
 of them (MPS), a block gives up each wait after about 0.2 s, and results are NaN.
 
-Measured on an H200 was a prototype with the same plan and the same loops: 860 us for the 28 layers of Qwen3-1.7B behind
-1,024 tokens, and 1.051 ms for a whole step, 70.5 % of the bandwidth, where separate kernels take 1.635 ms. The kernel as it
-is here was run in the interpreter and compiled, and not yet on a GPU.
+Measured on an H200: 865 us for the 28 layers of Qwen3-1.7B behind 1,024 tokens, and 1.059 ms for a whole step, 70.0 % of
+the bandwidth, where separate kernels take 1.635 ms. Qwen3-0.6B: 460 us for the layers by wall time, 0.576 ms for a step.
+Errors against float32 are 1.2 to 1.3 times those of plain JAX in bfloat16.
 
-Tried and dropped, microseconds per token for the layers by wall time, where that prototype takes 890:
+Tried and dropped, microseconds per token for the layers of Qwen3-1.7B by wall time, where the kernel takes 887:
 
 - Blocks that meet at a counter after each phase: 1,081; with 2 or 3 stages in flight 961 and 967. The release fence before
   the counter waits for all copies that are under way.

@@ -108,7 +108,7 @@ def test_a_heuristic_of_a_program_that_was_timed_is_compared_with(
     monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], status: str
 ) -> None:
     """As where a table has the same config, written otherwise: nothing would be compared with the heuristic's."""
-    seconds = by_block(wall={16: 4e-4, 8: 3e-4, 32: 4e-4})
+    seconds = by_block(wall={16: 4e-3, 8: 3e-3, 32: 4e-3})
     _, _, bench = tried(monkeypatch, seconds)
     bench = Bench(bench.target, bench._crew, limit_s=9)
     program = lambda self: {**Planted.checks(self, "y"), "program": str(self.config["block_n"] == 8)}  # noqa: E731
@@ -119,11 +119,11 @@ def test_a_heuristic_of_a_program_that_was_timed_is_compared_with(
     assert [outcomes[config] for config in configs] == ["timed", *(status if n == 16 else "timed" for n in order[1:])]
     confirmed = bench.confirm(configs[order.index(8)], bench.target.heuristic)
     assert confirmed.gain
-    assert set(confirmed.heuristic_samples_s) == {4e-4}
+    assert set(confirmed.heuristic_samples_s) == {4e-3}
 
 
 def test_long_kernels_are_judged_by_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes, asked, _ = tried(monkeypatch, by_block(wall={16: 4e-4, 8: 3e-4, 32: 9e-4}))
+    outcomes, asked, _ = tried(monkeypatch, by_block(wall={16: 4e-3, 8: 3e-3, 32: 9e-3}))
     assert {one.metrics["clock"] for one in outcomes} == {"wall"}
     assert "sample device" not in asked
     assert [(one.status, len(one.samples_s)) for one in outcomes] == [("timed", 9), ("timed", 9), ("slow", 1)]
@@ -142,7 +142,7 @@ def test_a_config_without_device_time_is_not_timed_by_another_clock(monkeypatch:
 
 
 def test_a_faster_forward_counts_when_its_gradients_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = by_block(wall={16: 4e-4, 8: 3e-4, 32: 4e-4})
+    seconds = by_block(wall={16: 4e-3, 8: 3e-3, 32: 4e-3})
     outcomes, asked, _ = tried(monkeypatch, seconds)
     assert (asked.count("differentiate"), outcomes[1].better) == (
         1,
@@ -191,7 +191,7 @@ def test_an_interrupt_ends_those_who_wait() -> None:
 
 def test_what_failed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are left behind by an error would be missed by the other cases."""
-    target, pool = forward_target(), PlantedPool(by_block(wall={16: 4e-4}))
+    target, pool = forward_target(), PlantedPool(by_block(wall={16: 4e-3}))
     crew = Crew(pool, target.op, target.case, target.dtype, target.implementation, limit_s=9, oracle_s=9)
     crew.folder, crew.expected_from = "", worker.ORACLE
     monkeypatch.setattr(

@@ -148,7 +148,8 @@ def continued(
 
     def going(carry: Any) -> jax.Array:
         step, (done, *_) = carry[:2]
-        return (step < steps - 1) & ~jnp.all(done)
+        # Without stop tokens the number of turns is a constant, and the host does not ask a GPU whether to go on.
+        return (step < steps - 1) & ~jnp.all(done) if stop_tokens else step < steps - 1
 
     def body(carry: Any) -> Any:
         step, rows, logits, states = carry

@@ -49,7 +49,7 @@ class DeviceTime:
     """One figure per call; a single mean where the calls cannot be told apart in the trace. Empty where not asked for."""
     cold_s: tuple[float, ...] = ()
     kernels_s: dict[str, float] = field(default_factory=dict)
-    """Seconds per call by the name of the kernel or copy, the longest first; with warm caches, unless none were asked for."""
+    """Seconds per call by the name of the kernel or copy, the longest first; with warm caches, if those were asked for."""
     no_cold: str | None = None
     """Why there is no time with cold caches on a device that has them."""
 

@@ -72,6 +72,8 @@ class Case:
     under test before its error is taken."""
     small: bool = False
     """Whether it takes only seconds on a CPU, interpreters included."""
+    in_place: tuple[str, ...] = ()
+    """Inputs that are also outputs, and that the forward pass updates in place where they are donated, such as caches."""
 
     @property
     def differentiable(self) -> tuple[str, ...]:

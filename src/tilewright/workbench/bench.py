@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from tilewright.core.case import Case, Work
 from tilewright.core.chip import Chip
@@ -82,6 +83,8 @@ class Program:
     dtype: str
     mode: Mode
     run: Callable[[Any, Any], dict[str, Any]]
+    """Arrays that the case updates in place are copied at the first call, and each call gets what the last one returned:
+    they hold until the next call."""
     cotangents: tuple[Any, ...]
     """Their shapes and dtypes; empty for a forward pass alone."""
     metrics: Metrics
@@ -100,16 +103,23 @@ class Program:
         compiler_options: Mapping[str, Any] | None = None,
     ) -> "Program":
         """Compiles a JAX function of the case's arrays that returns the case's outputs in order."""
+        in_place: tuple[str, ...] = ()
         if mode == "forward+backward":
-            jitted = jax.jit(call_with_gradients(function, case))
+            passes = call_with_gradients(function, case)
         else:
-            jitted = jax.jit(lambda arrays, _: dict(zip(case.outputs, function(**arrays), strict=True)))
+            in_place = case.in_place
+
+            def passes(arrays: dict[str, Any], _: Any) -> dict[str, Any]:
+                return dict(zip(case.outputs, function(**arrays), strict=True))
+
+        jitted = jax.jit(lambda held, rest, cotangents: passes({**held, **rest}, cotangents), donate_argnums=0)
         began = time.perf_counter()
         with noting_decisions() as decisions:
-            lowered = jitted.lower(dict(arrays), cotangents)
+            lowered = jitted.lower(*_apart(arrays, in_place), cotangents)
             compiled = lowered.compile(dict(compiler_options) if compiler_options else None)
         metrics: Metrics = {"compile_s": time.perf_counter() - began, **compiled_memory(compiled)}
-        return Program(case, dtype, mode, compiled, cotangents, metrics, tuple(decisions), lowered)
+        run = _Updating(compiled, in_place)
+        return Program(case, dtype, mode, run, cotangents, metrics, tuple(decisions), lowered)
 
     def time(self, arrays: Mapping[str, Any], cotangents: tuple[Any, ...], timing: Timing) -> Measured:
         """Runs and times it."""
@@ -117,6 +127,7 @@ class Program:
         jax.block_until_ready((arrays, cotangents))
         began = time.perf_counter()
         results = jax.block_until_ready(self.run(arrays, cotangents))
+        results |= {name: jnp.copy(results[name]) for name in self.case.in_place}
         first_run_s = time.perf_counter() - began
         taken = samples(lambda: self.run(arrays, cotangents), jax.block_until_ready, timing.seconds)
         compile_s = self.metrics["compile_s"]
@@ -128,6 +139,27 @@ class Program:
             return with_device(measured, device_time(lambda: self.run(arrays, cotangents), statistics.median(taken)))
         except NoDeviceTime as error:
             return dataclasses.replace(measured, metrics=metrics | {"no_device_time": str(error)})
+
+
+def _apart(arrays: Mapping[str, Any], in_place: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays that are updated in place, and the others."""
+    rest = dict(arrays)
+    return {name: rest.pop(name) for name in in_place}, rest
+
+
+class _Updating:
+    """Calls a compiled program with arrays that it updates in place, as a loop over tokens does: none is copied."""
+
+    def __init__(self, compiled: Any, in_place: tuple[str, ...]):
+        self._compiled, self._in_place = compiled, in_place
+        self._held: dict[str, Any] | None = None
+
+    def __call__(self, arrays: Mapping[str, Any], cotangents: Any) -> dict[str, Any]:
+        first, rest = _apart(arrays, self._in_place)
+        held = {name: jnp.copy(array) for name, array in first.items()} if self._held is None else self._held
+        results = self._compiled(held, rest, cotangents)
+        self._held = {name: results[name] for name in self._in_place}
+        return results
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ def _case(
         work_grad=lambda itemsize: Work(3 * flops, float(3 * itemsize * (weights + cache))),
         options=options,
         small=small,
+        in_place=("keys", "values"),
     )
 
 

@@ -1,5 +1,6 @@
 """What `tilewright bench` runs: arrays that an op updates in place are not copied."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def test_caches_are_passed_from_call_to_call() -> None:
     assert not any(array.is_deleted() for array in arrays.values())
     seen: dict[str, float] = {}
 
-    def judge(results: dict[str, Any]) -> Metrics:
+    def judge(results: Mapping[str, Any]) -> Metrics:
         seen.update({name: float(np.abs(np.asarray(array)).sum()) for name, array in results.items()})
         return {}
 

@@ -132,6 +132,18 @@ class FewRows:
         return outputs["z"][:, : self.m, :columns]
 
 
+def unpadded_tiles(chip: Chip, m: int, k: int, columns: tuple[int, ...]) -> tuple[int, int, int]:
+    """`chosen_tiles` for weights of so many columns each, where a launch more would cost more than other splits.
+
+    A single row is not padded with eight splits, or sixteen (`FewRows.folded`): the number that is nearest to the best one
+    is taken.
+    """
+    rows, stages, best = chosen_tiles(chip, min(m, TILE_ROWS[-1]), k, sum(columns))
+    sizes = {"chip": chip, "m": m, "k": k, "columns": columns, "rows": rows, "stages": stages}
+    whole = [splits for splits in (8, 16) if FewRows(**sizes, splits=splits).folded]
+    return rows, stages, min(whole, key=lambda splits: abs(splits - best), default=best)
+
+
 class _OneOfSeveral(Pipeline):
     """A pipeline that takes for a source of a copy a list of pairs (whether it is that one, the ref) as well."""
 

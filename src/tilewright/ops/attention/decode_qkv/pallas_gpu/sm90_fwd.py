@@ -42,7 +42,7 @@ from tilewright.ops.attention.decode_qkv.call import DecodeQkvCall
 from tilewright.ops.attention.decode_qkv.config import DecodeQkvSm90Forward
 from tilewright.ops.rope.api import Scaling, attention_factor, frequencies
 from tilewright.pallas.gpu.elementwise import LANES
-from tilewright.pallas.gpu.few_rows import TILE_ROWS, FewRows, chosen_tiles
+from tilewright.pallas.gpu.few_rows import TILE_ROWS, FewRows, unpadded_tiles
 from tilewright.pallas.gpu.kernel import compiler_params, run_kernel
 from tilewright.pallas.gpu.registers import store
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
@@ -58,21 +58,9 @@ def _pieces(call: DecodeQkvCall) -> list[tuple[int, int]]:
     return [piece for piece in ((0, half), (half, half), (2 * half, c - 2 * half)) if piece[1]]
 
 
-def product_config(chip: Chip, m: int, k: int, columns: tuple[int, ...]) -> DecodeQkvSm90Forward:
-    """The tiles for x [m, k] and weights of so many columns.
-
-    A single row is not padded with eight splits, or sixteen (pallas/gpu/few_rows.py): the number that is nearest to the
-    best one is taken, since padding is a launch more.
-    """
-    rows, stages, best = chosen_tiles(chip, min(m, TILE_ROWS[-1]), k, sum(columns))
-    sizes = {"chip": chip, "m": m, "k": k, "columns": columns, "rows": rows, "stages": stages}
-    whole = [splits for splits in (8, 16) if FewRows(**sizes, splits=splits).folded]
-    return DecodeQkvSm90Forward(rows, stages, min(whole, key=lambda splits: abs(splits - best), default=best))
-
-
 def _heuristic(chip: Chip, call: DecodeQkvCall) -> DecodeQkvSm90Forward:
     b, d = call.x.shape
-    return product_config(chip, b, d, _columns(call))
+    return DecodeQkvSm90Forward(*unpadded_tiles(chip, b, d, _columns(call)))
 
 
 def _unsupported_reason(call: DecodeQkvCall, launch: Launch) -> str | None:
@@ -130,8 +118,8 @@ def _finish_kernel(
     k_norm_ref,  # [C], or None
     whole_ref,  # [rotary_dim / 2] int32, the frequencies of `angle_tables`, or None
     rest_ref,  # [rotary_dim / 2], or None
-    keys_ref,  # [L, R, S, KV, C], updated in place
-    values_ref,  # [L, R, S, KV, C], updated in place
+    keys_ref,  # [L, N, S, KV, C], updated in place
+    values_ref,  # [L, N, S, KV, C], updated in place
     # outputs
     q_ref,  # [B, H, C]
     # static

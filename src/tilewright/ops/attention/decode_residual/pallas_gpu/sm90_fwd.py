@@ -31,10 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.attention.decode_qkv.config import DecodeQkvSm90Forward
-from tilewright.ops.attention.decode_qkv.pallas_gpu.sm90_fwd import product_config
 from tilewright.ops.attention.decode_residual.call import DecodeResidualCall
 from tilewright.pallas.gpu.elementwise import LANES, THREADS, load, store
-from tilewright.pallas.gpu.few_rows import FewRows
+from tilewright.pallas.gpu.few_rows import FewRows, unpadded_tiles
 from tilewright.pallas.gpu.kernel import compiler_params, run_kernel
 
 _MOST_CHANNELS_PER_VECTOR = 4  # 16 bytes of float32, the widest load.
@@ -44,7 +43,7 @@ _LOADED = 128  # float32 values of the splits that a thread holds at a time.
 
 def _heuristic(chip: Chip, call: DecodeResidualCall) -> DecodeQkvSm90Forward:
     b, f = call.x.shape
-    return product_config(chip, b, f, call.w.shape[1:])
+    return DecodeQkvSm90Forward(*unpadded_tiles(chip, b, f, call.w.shape[1:]))
 
 
 def _unsupported_reason(call: DecodeResidualCall, launch: Launch) -> str | None:

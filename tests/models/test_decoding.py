@@ -32,6 +32,7 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 ARCHITECTURE = architecture_of(Config(CONFIG))
+<<<<<<< HEAD
 IN_ONE_KERNEL = CONFIG | {
     "num_hidden_layers": 1,
     "hidden_size": 256,
@@ -49,10 +50,34 @@ QWEN3 = IN_ONE_KERNEL | {
     "intermediate_size": 3072,
 }
 """Layers of Qwen3-0.6B."""
+=======
+HYBRID = {
+    "model_type": "kimi_linear",
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_attn_config": {"num_heads": 1, "head_dim": 128, "short_conv_kernel_size": 4},
+    "num_attention_heads": 2,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "intermediate_size": 192,
+    "mlp_layer_types": ["dense"] * 6,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+>>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
 
 
 def drawn(dtype="bfloat16", batch=2, quantize=None, config=CONFIG):
     """Weights whose norms are not ones, and states behind two and zero tokens."""
+<<<<<<< HEAD
+=======
+    architecture = architecture_of(Config(config))
+>>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
     weights = init(config, jax.random.key(0), dtype=dtype, quantize=quantize).weights
 
     def perturbed(path, leaf):
@@ -84,7 +109,11 @@ def kernels(weights, ids, states, config=CONFIG):
     with tilewright.target("h200"):
         traced = jax.jit(functools.partial(step, config=config)).trace(weights, ids, states)
     named = [str(equation.params) for equation in kernels_of(traced.jaxpr.jaxpr)]
+<<<<<<< HEAD
     known = r"decode_(layers|qkv_products|residual_products|residual|qkv|attention)|matmul_\w+"
+=======
+    known = r"decode_(?:qkv|kda|residual)(?:_products)?|decode_attention|matmul_\w+"
+>>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
     return [found[0] for each in named if (found := re.search(known, each))]
 
 
@@ -95,14 +124,34 @@ def kernels(weights, ids, states, config=CONFIG):
 def test_tokens_are_those_of_the_plain_path(config, batch, unrolled, monkeypatch):
     """Two tokens one after the other: logits, caches and lengths. With both layers in a row, in a loop, in one kernel."""
     monkeypatch.setattr("tilewright.models.architecture._MOST_UNROLLED", unrolled)
+<<<<<<< HEAD
     run = jax.jit(functools.partial(step, config=config))
+=======
+    assert_tokens_are_those_of_the_plain_path(batch, CONFIG)
+
+
+@pytest.mark.slow
+def test_tokens_of_a_hybrid_are_those_of_the_plain_path():
+    """Blocks of KDA decode by kernels, and those of latent attention between them do not."""
+    assert_tokens_are_those_of_the_plain_path(3, HYBRID)
+
+
+def assert_tokens_are_those_of_the_plain_path(batch, config):
+>>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
     weights, states = drawn(batch=batch, config=config)
     ids = jnp.arange(batch, dtype=jnp.int32)[:, None] + 5
     want_states, got_states = states, states
+    decoded = functools.partial(step, config=config)
     for _ in range(2):
+<<<<<<< HEAD
         want, want_states = run(weights, ids, want_states)
         with able_to_run("pallas_gpu"), tilewright.target("h200"):
             got, got_states = run(weights, ids, got_states)
+=======
+        want, want_states = jax.jit(decoded)(weights, ids, want_states)
+        with able_to_run("pallas_gpu"), tilewright.target("h200"):
+            got, got_states = jax.jit(decoded)(weights, ids, got_states)
+>>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
         assert jax.tree.structure(got_states) == jax.tree.structure(want_states)
         scale = np.abs(np.asarray(want)).max()
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-2 * scale)
@@ -148,6 +197,25 @@ def test_the_layers_of_a_small_model_are_one_kernel():
 def test_several_rows_and_other_dtypes_have_a_kernel_per_part():
     for changed in ({"batch": 2}, {"dtype": "float32"}, {"quantize": "int8"}):
         assert not in_one_kernel(**changed), changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_layer_of_kda_has_few_kernels(batch):
+    """Its products, what follows them, and the MLP; a block of latent attention is applied."""
+    shapes = jax.eval_shape(lambda: drawn(batch=batch, config=HYBRID))
+    found = kernels(shapes[0], jax.ShapeDtypeStruct((batch, 1), jnp.int32), shapes[1], HYBRID)
+    block = [
+        "decode_kda_products",
+        "decode_kda",
+        "decode_residual_products",
+        "decode_residual",
+        "matmul_whole_depth",
+        "decode_residual_products",
+        "decode_residual",
+    ]
+    assert found[: 2 * len(block)] == 2 * block
+    assert not any(name.startswith("decode_kda") for name in found[2 * len(block) :])
 
 
 @pytest.mark.slow

@@ -10,9 +10,12 @@ from jaxtyping import Array, Float
 from tilewright.core.derivatives import forward_only
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray
-from tilewright.layers.delta_layer import DeltaLayer, Heads, decay_parameters
-from tilewright.layers.layer import Leaf, Parameter, linear, norm_weights, project, split_heads
+from tilewright.layers.attention import StackedCache
+from tilewright.layers.delta_layer import DeltaLayer, DeltaState, Heads, decay_parameters
+from tilewright.layers.layer import Leaf, Parameter, Residual, linear, norm_weights, project, split_heads
 from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate
+from tilewright.ops.delta_rule.decode_kda.api import decode_kda
+from tilewright.ops.delta_rule.decode_kda.api import has_kernel as decode_has_kernel
 from tilewright.ops.delta_rule.gate_of_product.api import has_kernel as gate_has_kernel
 from tilewright.ops.delta_rule.gate_of_product.api import kda_gate_of_product
 from tilewright.ops.delta_rule.step.api import kda_step
@@ -138,6 +141,52 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         arrays = {"o": o, "x": low, "w": weights.gate_up, "norm": norm_weights(weights.norm, o)}
         return self._of_product(gated_rms_norm_of_product, norm_has_kernel, steps, options, arrays)
 
+    def can_decode(self, weights: Any, x: jax.Array, state: Any, residual: Residual) -> bool:
+        return self._token(weights, x, state) is not None and residual.takes(weights.o_proj)
+
+    def decode(
+        self, weights: Any, x: Float[Array, "B 1 D"], state: Any, residual: Residual
+    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B 1 D"], DeltaState]:
+        """See `Layer.decode`. The arrays of the state are `StackedCache`s, or those of a single layer."""
+        token = self._token(weights, x, state)
+        assert token is not None
+        y, *after = decode_kda(**token)
+        arrays = [each.reshape(_array(before).shape) for each, before in zip(after, vars(state).values(), strict=True)]
+        if token["layer"] is not None:
+            arrays = [StackedCache(stack, token["layer"]) for stack in arrays]
+        y = y.reshape(*x.shape[:2], self.heads.values)
+        return *residual.plus(y, weights.o_proj), DeltaState(*arrays)
+
+    def _token(self, weights: Any, x: jax.Array, state: Any) -> dict[str, Any] | None:
+        """The arguments of `decode_kda` for a single token, where it has a kernel for it."""
+        if x.shape[1] != 1 or state is None or self.full_rank_gate:
+            return None
+        if any(isinstance(each, QuantizedArray) for each in vars(weights).values()):
+            return None
+        if any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves((weights, x, state))):
+            return None
+        layer = state.memory.layer if isinstance(state.memory, StackedCache) else None
+
+        def by_head(array: jax.Array) -> jax.Array:
+            return array.reshape(*array.shape[:-1], self.num_heads, self.head_dim)
+
+        names = ("q_proj", "k_proj", "v_proj", "q_conv", "k_conv", "v_conv", "decay_up", "gate_up")
+        whole = ("decay_down", "A_log", "dt_bias", "beta_proj", "gate_down", "norm")
+        arguments = {
+            "x": x[:, 0],
+            **{name: by_head(getattr(weights, name)) for name in names},
+            **{name: getattr(weights, name) for name in whole},
+            **{f"{of}_state": by_head(_array(getattr(state, f"{of}_conv"))) for of in "qkv"},
+            "memory": _array(state.memory),
+            "layer": layer,
+            "lower_bound": self.lower_bound,
+            "eps": self.eps,
+        }
+        alike = (*names, "decay_down", "beta_proj", "gate_down", "q_state", "k_state", "v_state")
+        if any(arguments[name].dtype != x.dtype for name in alike):
+            return None
+        return arguments if decode_has_kernel(**arguments) else None
+
     def _of_product(
         self,
         op: Callable[..., jax.Array],
@@ -163,3 +212,8 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         if not has_kernel(**of_heads(arrays)) or tokens == 1 or batch * tokens % _TOKENS:
             return steps(**arrays)
         return forward_only(lambda given: op(**of_heads(given)), lambda given: steps(**given))(arrays)
+
+
+def _array(state: Any) -> jax.Array:
+    """An array of a state: a stack of several layers' arrays, or a single layer's."""
+    return state.stack if isinstance(state, StackedCache) else state

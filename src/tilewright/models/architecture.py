@@ -240,8 +240,8 @@ def hidden_states(
             before, last = states[number], None  # `last`: x behind the norm of the head, where the run has computed it.
             if segment_ids is None and (decoded := _decode_in_one_kernel(run, own, x, before)) is not None:
                 x, state = decoded
-            elif segment_ids is None and _can_decode(architecture, run, own, x, before):
-                x, last, state = _decode_in_place(run, own, x, before, weights.norm)
+            elif segment_ids is None and any(decodes := _blocks_that_decode(architecture, run, own, x, before)):
+                x, last, state = _decode_in_place(run, own, x, before, weights.norm, decodes)
             else:
                 x, state = _run_in_place(run, own, x, before, segment_ids)
             after.append(state)
@@ -378,27 +378,35 @@ def _run_in_place(
         stacks = list(stacks)
         for position, block in enumerate(run.pattern):
             own = jax.tree.map(lambda leaf: layer_of(leaf, index), weights[position])
-            stack = stacks[position]
-            caches = getattr(stack, "caches", ())
-            leaves = {name: leaf for name, leaf in vars(stack).items() if leaf is not None}
-            before = {
-                name: StackedCache(leaf, index) if name in caches else layer_of(leaf, index)
-                for name, leaf in leaves.items()
-            }
-            x, state, _ = _applied(block, own, x, dataclasses.replace(stack, **before), segment_ids)
-            after = {
-                name: getattr(state, name).stack
-                if name in caches
-                else jax.lax.dynamic_update_index_in_dim(
-                    leaf, getattr(state, name), index, 0, allow_negative_indices=False
-                )
-                for name, leaf in leaves.items()
-            }
-            stacks[position] = dataclasses.replace(stack, **after)
+            x, stacks[position] = _apply_in_place(block, own, x, stacks[position], index, segment_ids)
         return index + 1, x, tuple(stacks)
 
     _, x, stacks = jax.lax.while_loop(lambda carry: carry[0] < run.count, body, (jnp.int32(0), x, stacks))
     return x, stacks
+
+
+def _apply_in_place(
+    block: Block, weights: BlockWeights, x: jax.Array, stack: Any, index: Any, segment_ids: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    """x after a block, and the stack of its states with this layer's updated."""
+    caches = getattr(stack, "caches", ())
+    leaves = _given(stack)
+    before = {
+        name: StackedCache(leaf, index) if name in caches else layer_of(leaf, index) for name, leaf in leaves.items()
+    }
+    x, state, _ = _applied(block, weights, x, dataclasses.replace(stack, **before), segment_ids)
+    after = {
+        name: getattr(state, name).stack
+        if name in caches
+        else jax.lax.dynamic_update_index_in_dim(leaf, getattr(state, name), index, 0, allow_negative_indices=False)
+        for name, leaf in leaves.items()
+    }
+    return x, dataclasses.replace(stack, **after)
+
+
+def _given(state: Any) -> dict[str, Any]:
+    """The arrays of a state that are not None, by name."""
+    return {name: leaf for name, leaf in vars(state).items() if leaf is not None}
 
 
 def _decode_in_one_kernel(run: Run, weights: Any, x: jax.Array, stacks: Any) -> tuple[jax.Array, Any] | None:
@@ -413,36 +421,62 @@ def _decode_in_one_kernel(run: Run, weights: Any, x: jax.Array, stacks: Any) -> 
     return y[:, None], (dataclasses.replace(stack, keys=keys, values=values, length=stack.length + 1),)
 
 
-def _can_decode(architecture: Architecture, run: Run, weights: Any, x: jax.Array, stacks: Any) -> bool:
-    """Whether every block of a run has the kernels of `Block.decode` for a token per row."""
+def _blocks_that_decode(
+    architecture: Architecture, run: Run, weights: Any, x: jax.Array, stacks: Any
+) -> tuple[bool, ...]:
+    """For each block of a run, whether it has the kernels of `Block.decode` for a token per row.
+
+    None has them where the norms of a block differ from those of the model: each block computes the norm of the next one.
+    """
 
     def of_block(block: Block, weights: BlockWeights, stack: Any) -> bool:
-        if not hasattr(stack, "caches") or stack.length is None:
+        if hasattr(stack, "caches") and stack.length is None:
             return False
         # Only shapes are looked at: the first layer's parts are not computed.
         own, state = jax.tree.map(lambda leaf: layer_of(leaf, 0), (weights, stack))
-        is_alike = (block.eps, block.norm_offset) == (architecture.eps, architecture.norm_offset)
-        return is_alike and block.can_decode(own, x, state)
+        return block.can_decode(own, x, state)
 
-    return x.shape[1] == 1 and all(map(of_block, run.pattern, weights, stacks))
+    norms = {(block.eps, block.norm_offset) for block in run.pattern}
+    if x.shape[1] != 1 or norms != {(architecture.eps, architecture.norm_offset)}:
+        return (False,) * len(run.pattern)
+    return tuple(map(of_block, run.pattern, weights, stacks))
 
 
 def _decode_in_place(
-    run: Run, weights: Any, x: jax.Array, stacks: Any, norm: jax.Array
+    run: Run, weights: Any, x: jax.Array, stacks: Any, norm: jax.Array, decodes: tuple[bool, ...]
 ) -> tuple[jax.Array, jax.Array, Any]:
     """`_run_in_place` for one token per row, in fewer kernels: x, its norm with the weights `norm`, and the states.
 
-    The kernel that ends a block computes the norm that the next block begins with. Lengths are taken from the first layer
-    of a stack, since all have read the same tokens, and are counted outside of the loop. A turn of it is several
-    repeats.
+    The kernel that ends a block computes the norm that the next block begins with. A block that does not decode so
+    (`decodes`) is applied, and `rms_norm` computes the norm behind it. The blocks that do update the caches of their
+    states, or all arrays of a state that has no caches. Their lengths are taken from the first layer of a stack, since all
+    have read the same tokens, and are counted outside of the loop. A turn of it is several repeats.
     """
     following = [own.mixer_norm for own in weights[1:]]
     others = weights[0].mixer_norm[1:]
     dtype = jnp.promote_types(others.dtype, norm.dtype)
     following.append(jnp.concatenate([others.astype(dtype), norm[None].astype(dtype)]))
-    lengths = [{"length": stack.length[0], "next_length": stack.length[0] + 1} for stack in stacks]
     most = max(1, _MOST_UNROLLED // len(run.pattern))
     repeats = max(n for n in range(1, min(most, run.count) + 1) if run.count % n == 0)  # Of a turn.
+    first = run.pattern[0]
+    normalised = functools.partial(rms_norm, eps=first.eps, offset=first.norm_offset)
+
+    def updated(stack: Any, is_decoded: bool) -> dict[str, Any]:
+        """The arrays of a stack that the loop carries."""
+        return {
+            name: leaf
+            for name, leaf in _given(stack).items()
+            if not is_decoded or name in getattr(stack, "caches", (name,))
+        }
+
+    def lengths(stack: Any) -> dict[str, Any]:
+        """The length of a state that has one, before the token and behind it."""
+        if not hasattr(stack, "length"):
+            return {}
+        length = stack.length[0]
+        return {"length": length, **({"next_length": length + 1} if hasattr(stack, "next_length") else {})}
+
+    known = [lengths(stack) if is_decoded else {} for stack, is_decoded in zip(stacks, decodes, strict=True)]
 
     def turn(carry: Any) -> Any:
         begin, x, normed, every = carry
@@ -451,19 +485,23 @@ def _decode_in_place(
             own, behind = jax.tree.map(
                 functools.partial(layer_of, layer=begin + n), (weights[position], following[position])
             )
-            caches = {name: StackedCache(cache, begin + n) for name, cache in every[position].items()}
-            before = dataclasses.replace(stacks[position], **lengths[position], **caches)
-            x, normed, after = _decoded(block, own, x, normed, before, behind)
-            every[position] = {name: getattr(after, name).stack for name in caches}
+            if decodes[position]:
+                parts = {name: StackedCache(stack, begin + n) for name, stack in every[position].items()}
+                before = dataclasses.replace(stacks[position], **known[position], **parts)
+                x, normed, after = _decoded(block, own, x, normed, before, behind)
+                every[position] = {name: getattr(after, name).stack for name in parts}
+            else:
+                stack = dataclasses.replace(stacks[position], **every[position])
+                x, stack = _apply_in_place(block, own, x, stack, begin + n, None)
+                normed, every[position] = normalised(x, behind), _given(stack)
         return begin + repeats, x, normed, tuple(every)
 
-    first = run.pattern[0]
-    normed = rms_norm(x, weights[0].mixer_norm[0], eps=first.eps, offset=first.norm_offset)
-    caches = tuple({name: getattr(stack, name) for name in stack.caches} for stack in stacks)
-    start = jnp.int32(0), x, normed, caches
-    _, x, normed, caches = jax.lax.while_loop(lambda carry: carry[0] < run.count, turn, start)
+    carried = tuple(map(updated, stacks, decodes))
+    start = jnp.int32(0), x, normalised(x, weights[0].mixer_norm[0]), carried
+    _, x, normed, carried = jax.lax.while_loop(lambda carry: carry[0] < run.count, turn, start)
     states = [
-        dataclasses.replace(stack, length=stack.length + 1, **own) for stack, own in zip(stacks, caches, strict=True)
+        dataclasses.replace(stack, **({"length": stack.length + 1} if own else {}), **after)
+        for stack, own, after in zip(stacks, known, carried, strict=True)
     ]
     return x, normed, tuple(states)
 

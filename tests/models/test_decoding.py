@@ -32,7 +32,6 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 ARCHITECTURE = architecture_of(Config(CONFIG))
-<<<<<<< HEAD
 IN_ONE_KERNEL = CONFIG | {
     "num_hidden_layers": 1,
     "hidden_size": 256,
@@ -50,7 +49,6 @@ QWEN3 = IN_ONE_KERNEL | {
     "intermediate_size": 3072,
 }
 """Layers of Qwen3-0.6B."""
-=======
 HYBRID = {
     "model_type": "kimi_linear",
     "vocab_size": 96,
@@ -69,15 +67,10 @@ HYBRID = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
->>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
 
 
 def drawn(dtype="bfloat16", batch=2, quantize=None, config=CONFIG):
     """Weights whose norms are not ones, and states behind two and zero tokens."""
-<<<<<<< HEAD
-=======
-    architecture = architecture_of(Config(config))
->>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
     weights = init(config, jax.random.key(0), dtype=dtype, quantize=quantize).weights
 
     def perturbed(path, leaf):
@@ -109,49 +102,27 @@ def kernels(weights, ids, states, config=CONFIG):
     with tilewright.target("h200"):
         traced = jax.jit(functools.partial(step, config=config)).trace(weights, ids, states)
     named = [str(equation.params) for equation in kernels_of(traced.jaxpr.jaxpr)]
-<<<<<<< HEAD
-    known = r"decode_(layers|qkv_products|residual_products|residual|qkv|attention)|matmul_\w+"
-=======
-    known = r"decode_(?:qkv|kda|residual)(?:_products)?|decode_attention|matmul_\w+"
->>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
+    known = r"decode_(layers|(qkv|kda|residual)(_products)?|attention)|matmul_\w+"
     return [found[0] for each in named if (found := re.search(known, each))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "batch", "unrolled"), [(CONFIG, 1, 2), (CONFIG, 3, 1), (IN_ONE_KERNEL, 1, 1)], ids=["row", "loop", "one"]
+    ("config", "batch", "unrolled"),
+    [(CONFIG, 1, 2), (CONFIG, 3, 1), (IN_ONE_KERNEL, 1, 1), (HYBRID, 3, 4)],
+    ids=["row", "loop", "one", "hybrid"],
 )
 def test_tokens_are_those_of_the_plain_path(config, batch, unrolled, monkeypatch):
-    """Two tokens one after the other: logits, caches and lengths. With both layers in a row, in a loop, in one kernel."""
+    """Two tokens one after the other: logits, caches and lengths. In a row, in a loop, in one kernel, in a hybrid."""
     monkeypatch.setattr("tilewright.models.architecture._MOST_UNROLLED", unrolled)
-<<<<<<< HEAD
     run = jax.jit(functools.partial(step, config=config))
-=======
-    assert_tokens_are_those_of_the_plain_path(batch, CONFIG)
-
-
-@pytest.mark.slow
-def test_tokens_of_a_hybrid_are_those_of_the_plain_path():
-    """Blocks of KDA decode by kernels, and those of latent attention between them do not."""
-    assert_tokens_are_those_of_the_plain_path(3, HYBRID)
-
-
-def assert_tokens_are_those_of_the_plain_path(batch, config):
->>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
     weights, states = drawn(batch=batch, config=config)
     ids = jnp.arange(batch, dtype=jnp.int32)[:, None] + 5
     want_states, got_states = states, states
-    decoded = functools.partial(step, config=config)
     for _ in range(2):
-<<<<<<< HEAD
         want, want_states = run(weights, ids, want_states)
         with able_to_run("pallas_gpu"), tilewright.target("h200"):
             got, got_states = run(weights, ids, got_states)
-=======
-        want, want_states = jax.jit(decoded)(weights, ids, want_states)
-        with able_to_run("pallas_gpu"), tilewright.target("h200"):
-            got, got_states = jax.jit(decoded)(weights, ids, got_states)
->>>>>>> 2e93412 (Layers of KDA decode in seven kernels, also between blocks that have none)
         assert jax.tree.structure(got_states) == jax.tree.structure(want_states)
         scale = np.abs(np.asarray(want)).max()
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-2 * scale)

@@ -1,10 +1,12 @@
 """Kimi Delta Attention, the layer of Kimi Linear: a gated delta rule with one decay per key channel."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tilewright.core.derivatives import forward_only
@@ -156,6 +158,13 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
             arrays = [StackedCache(stack, token["layer"]) for stack in arrays]
         y = y.reshape(*x.shape[:2], self.heads.values)
         return *residual.plus(y, weights.o_proj), DeltaState(*arrays)
+
+    def decode_weights(self, weights: KimiDeltaAttentionWeights) -> KimiDeltaAttentionWeights:
+        """Rates per channel. XLA passes a kernel the part of a stack that it reads where that begins at a multiple of 128
+        bytes, and copies it otherwise, in a launch of its own: such as one rate per head, of fewer than 32 heads.
+        """
+        rates = jnp.broadcast_to(weights.A_log[..., None], weights.dt_bias.shape)
+        return dataclasses.replace(weights, A_log=rates)
 
     def _token(self, weights: Any, x: jax.Array, state: Any) -> dict[str, Any] | None:
         """The arguments of `decode_kda` for a single token, where it has a kernel for it."""

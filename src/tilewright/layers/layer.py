@@ -244,6 +244,13 @@ class Layer[W]:
         """
         raise NotImplementedError
 
+    def decode_weights(self, weights: W) -> W:
+        """Stacks of the weights of equal layers, such that a layer's part of each is what `decode` takes.
+
+        It is called once for all layers, before the loop over them.
+        """
+        return weights
+
     def decode_layers_arguments(self, weights: Any, state: Any) -> dict[str, Any] | None:
         """What `decode_layers` takes of equal layers, by name; None where it does not compute them.
 

@@ -452,6 +452,10 @@ def _decode_in_place(
     states, or all arrays of a state that has no caches. Their lengths are taken from the first layer of a stack, since all
     have read the same tokens, and are counted outside of the loop. A turn of it is several repeats.
     """
+    weights = [
+        dataclasses.replace(own, mixer=block.mixer.decode_weights(own.mixer)) if is_decoded else own
+        for block, own, is_decoded in zip(run.pattern, weights, decodes, strict=True)
+    ]
     following = [own.mixer_norm for own in weights[1:]]
     others = weights[0].mixer_norm[1:]
     dtype = jnp.promote_types(others.dtype, norm.dtype)

@@ -110,6 +110,20 @@ def test_sequences_of_a_thread_block_follow_each_other(b, rows):
 
 
 @pytest.mark.slow
+def test_rates_may_differ_between_channels():
+    """Equal rates per channel are those of the head, in both implementations, and others are others."""
+    arrays = draw(h=2)
+    per_channel = arrays | {"A_log": jnp.broadcast_to(arrays["A_log"][:, None], arrays["dt_bias"].shape)}
+    for implementation in ("reference", "pallas_gpu"):
+        for one, other in zip(run(per_channel, implementation), run(arrays, implementation), strict=True):
+            np.testing.assert_array_equal(one, other)
+    sloped = per_channel | {"A_log": per_channel["A_log"] + jnp.linspace(0, 2, 128)[None]}
+    want = run(sloped)
+    assert_alike(run(sloped, "pallas_gpu"), want)
+    assert np.abs(np.asarray(want[4] - run(arrays)[4])).max() > 0.1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "pallas_gpu"])
 def test_a_stack_is_updated_in_one_layer(implementation):
     """And in none where the layer is not there."""

@@ -34,7 +34,7 @@ def decode_kda(
     v_conv: Float[Array, "W H K"],
     decay_down: Float[Array, "D R"],
     decay_up: Float[Array, "R H K"],
-    A_log: Float[Array, " H"],
+    A_log: Float[Array, " H"] | Float[Array, "H K"],
     dt_bias: Float[Array, "H K"],
     beta_proj: Float[Array, "D H"],
     gate_down: Float[Array, "D R"],
@@ -71,7 +71,7 @@ def decode_kda(
       v_conv: [W, H, K].
       decay_down: [D, R], the first factor of the decays' projection, of x's dtype.
       decay_up: [R, H, K], the second one.
-      A_log: [H], floating.
+      A_log: [H], or [H, K] where rates differ between channels; floating.
       dt_bias: [H, K], floating.
       beta_proj: [D, H], of x's dtype.
       gate_down: [D, R], the first factor of the gates' projection, of x's dtype.
@@ -167,7 +167,7 @@ def _validate(arrays: dict[str, jax.Array], layer: Any) -> None:
         **dict.fromkeys(("q_conv", "k_conv", "v_conv"), ("[W, H, K]", (width, h, k))),
         **dict.fromkeys(("decay_down", "gate_down"), ("[D, R]", (d, rank))),
         **dict.fromkeys(("decay_up", "gate_up"), ("[R, H, K]", (rank, h, k))),
-        "A_log": ("[H]", (h,)),
+        "A_log": ("[H, K]", (h, k)) if arrays["A_log"].ndim == 2 else ("[H]", (h,)),
         "dt_bias": ("[H, K]", (h, k)),
         "beta_proj": ("[D, H]", (d, h)),
         "norm": ("[K]", (k,)),

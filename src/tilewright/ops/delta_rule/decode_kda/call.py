@@ -34,7 +34,7 @@ class DecodeKdaCall(StackedCall):
     v_conv: Float[Array, "W H K"] = array()
     decay_down: Float[Array, "D R"] = array()
     decay_up: Float[Array, "R H K"] = array()
-    A_log: Float[Array, " H"] = array()
+    A_log: Float[Array, " H"] | Float[Array, "H K"] = array()
     dt_bias: Float[Array, "H K"] = array()
     beta_proj: Float[Array, "D H"] = array()
     gate_down: Float[Array, "D R"] = array()

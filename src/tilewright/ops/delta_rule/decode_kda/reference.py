@@ -45,11 +45,14 @@ def _forward(call: DecodeKdaCall, launch: Launch, *, save: bool) -> tuple[tuple[
     q, q_state = convolved(call.q_proj, call.q_conv, call.q_state, channels)
     k, k_state = convolved(call.k_proj, call.k_conv, call.k_state, channels)
     v, v_state = convolved(call.v_proj, call.v_conv, call.v_state, None)
-    decays = kda_gate(
-        project(project(call.x, call.decay_down), call.decay_up), call.A_log, call.dt_bias, call.lower_bound
-    )
+    raw = project(project(call.x, call.decay_down), call.decay_up)  # [B, H, K]
+    # `kda_gate` has one rate per head: here each channel is a head of its own.
+    rates = jnp.broadcast_to(call.A_log.reshape(heads, -1), (heads, channels)).reshape(-1)
+    decays = kda_gate(raw.reshape(b, heads * channels, 1), rates, call.dt_bias.reshape(-1, 1), call.lower_bound)
     beta = jax.nn.sigmoid(project(call.x, call.beta_proj))  # [B, H]
-    memory, o = step(of_layer(call.memory), q, k, v, decays, beta, None, scale=channels**-0.5)  # o: [B, H, K]
+    memory, o = step(
+        of_layer(call.memory), q, k, v, decays.reshape(raw.shape), beta, None, scale=channels**-0.5
+    )  # o: [B, H, K]
     gate = project(project(call.x, call.gate_down), call.gate_up)
     y = o * jax.lax.rsqrt(jnp.mean(jnp.square(o), axis=-1, keepdims=True) + call.eps)
     y = y * jnp.broadcast_to(call.norm.astype(exact), y.shape) * jax.nn.sigmoid(gate)

@@ -149,7 +149,7 @@ def _finish_kernel(
     k_conv_ref,  # [W, H, K]
     v_conv_ref,  # [W, H, K]
     decay_up_ref,  # [R, H, K]
-    A_log_ref,  # [H]
+    A_log_ref,  # [H], or [H, K]
     dt_bias_ref,  # [H, K]
     beta_proj_ref,  # [D, H]
     gate_up_ref,  # [R, H, K]
@@ -245,8 +245,10 @@ def _finish_kernel(
                     store(state_ref.at[(*place(row), tap, own)], value, _VECTOR_OF_HEAD)
 
     each_row(compute_vectors)
-    rate = jnp.exp(A_log_ref[head].astype(jnp.float32))
-    bias = plgpu.load(dt_bias_ref.at[head], layout=_PER_COLUMN, optimized=False).astype(jnp.float32)  # [K]
+    per_column = functools.partial(plgpu.load, layout=_PER_COLUMN, optimized=False)
+    bias = per_column(dt_bias_ref.at[head]).astype(jnp.float32)  # [K]
+    logs = A_log_ref[head] if len(A_log_ref.shape) == 1 else per_column(A_log_ref.at[head])
+    rate = jnp.exp(logs.astype(jnp.float32))
 
     def product(smem: Any, row: Any, up: jax.Array) -> jax.Array:
         return jnp.sum(up.astype(jnp.float32) * _along(of_row(smem, row, _PER_ROW), 0), axis=0)  # [K]

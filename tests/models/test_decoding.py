@@ -114,7 +114,7 @@ def kernels(weights, ids, states, config=CONFIG):
 )
 def test_tokens_are_those_of_the_plain_path(config, batch, unrolled, monkeypatch):
     """Two tokens one after the other: logits, caches and lengths. In a row, in a loop, in one kernel, in a hybrid."""
-    monkeypatch.setattr("tilewright.models.architecture._MOST_UNROLLED", unrolled)
+    monkeypatch.setattr("tilewright.models.in_place._MOST_UNROLLED", unrolled)
     run = jax.jit(functools.partial(step, config=config))
     weights, states = drawn(batch=batch, config=config)
     ids = jnp.arange(batch, dtype=jnp.int32)[:, None] + 5
@@ -135,7 +135,7 @@ def test_tokens_are_those_of_the_plain_path(config, batch, unrolled, monkeypatch
 @pytest.mark.parametrize(("batch", "unrolled"), [(1, 2), (64, 1)])
 def test_a_layer_has_few_kernels(batch, unrolled, monkeypatch):
     """The products, what follows them, and attention; a loop's body is traced once."""
-    monkeypatch.setattr("tilewright.models.architecture._MOST_UNROLLED", unrolled)
+    monkeypatch.setattr("tilewright.models.in_place._MOST_UNROLLED", unrolled)
     shapes = jax.eval_shape(lambda: drawn(batch=batch))
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     assert (

@@ -14,7 +14,8 @@ import pytest
 
 from tilewright import models
 from tilewright.models import Batch, CheckpointError, Model, Prefix, Sampling, generation
-from tilewright.models.architecture import hidden_states, initial_states, logits_of, runs_of
+from tilewright.models.architecture import hidden_states, initial_states, logits_of
+from tilewright.models.block import runs_of
 from tilewright.models.checkpoint import Checkpoint
 from tilewright.models.generation import pieces
 

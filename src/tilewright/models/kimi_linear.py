@@ -5,7 +5,8 @@ from tilewright.layers.layer import Layer
 from tilewright.layers.mla import LatentAttention
 from tilewright.layers.mlp import MLP
 from tilewright.layers.moe import MoE
-from tilewright.models.architecture import Architecture, Block
+from tilewright.models.architecture import Architecture
+from tilewright.models.block import Block
 from tilewright.models.checkpoint import CheckpointError
 from tilewright.models.config import Config
 

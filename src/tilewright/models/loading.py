@@ -14,7 +14,8 @@ from tilewright.core.nearest import did_you_mean
 from tilewright.core.quantized import LARGEST
 from tilewright.layers.layer import Layer
 from tilewright.models import kimi_linear, qwen3, qwen3_5, qwen3_moe, qwen3_next
-from tilewright.models.architecture import Architecture, Block, BlockWeights, ModelWeights, Run
+from tilewright.models.architecture import Architecture, ModelWeights
+from tilewright.models.block import Block, BlockWeights, Run
 from tilewright.models.checkpoint import Checkpoint, CheckpointError
 from tilewright.models.config import Config
 from tilewright.models.model import Model

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from tilewright.core.quantized import QuantizedArray
 from tilewright.models import checkpoint, generation
-from tilewright.models.architecture import Architecture, Block, ModelWeights, hidden_states, logits_of
+from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, logits_of
+from tilewright.models.block import Block
 from tilewright.models.sharding import check_mesh, rules_of
 from tilewright.parallel.mesh import auto_axes
 from tilewright.parallel.rules import Rules

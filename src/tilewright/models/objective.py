@@ -15,8 +15,6 @@ from tilewright.layers.moe import MoE
 from tilewright.models import lora
 from tilewright.models.architecture import (
     Architecture,
-    Block,
-    BlockWeights,
     ModelWeights,
     embedded,
     head_of,
@@ -27,6 +25,7 @@ from tilewright.models.architecture import (
     run_layers,
     stage_of,
 )
+from tilewright.models.block import Block, BlockWeights
 from tilewright.models.data import IGNORED_LABEL
 from tilewright.models.sharding import staged_run
 from tilewright.models.train_config import LoraTable, TrainingError, TrainTable

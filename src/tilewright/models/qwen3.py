@@ -2,7 +2,8 @@
 
 from tilewright.layers.attention import Attention
 from tilewright.layers.mlp import MLP
-from tilewright.models.architecture import Architecture, Block
+from tilewright.models.architecture import Architecture
+from tilewright.models.block import Block
 from tilewright.models.checkpoint import CheckpointError
 from tilewright.models.config import Config
 

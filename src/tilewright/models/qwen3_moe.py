@@ -4,7 +4,8 @@ from tilewright.layers.layer import Layer
 from tilewright.layers.mlp import MLP
 from tilewright.layers.moe import MoE
 from tilewright.models import qwen3
-from tilewright.models.architecture import Architecture, Block
+from tilewright.models.architecture import Architecture
+from tilewright.models.block import Block
 from tilewright.models.config import Config
 
 

@@ -6,7 +6,8 @@ from tilewright.layers.layer import Layer
 from tilewright.layers.mlp import MLP
 from tilewright.layers.qwen3_next_gated_delta_net import Qwen3NextGatedDeltaNet
 from tilewright.models import qwen3, qwen3_moe
-from tilewright.models.architecture import Architecture, Block
+from tilewright.models.architecture import Architecture
+from tilewright.models.block import Block
 from tilewright.models.checkpoint import CheckpointError
 from tilewright.models.config import Config
 

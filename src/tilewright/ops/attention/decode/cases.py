@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tilewright.core.case import Case, Draw, Input, Work
 
 
-def _lengths(room: int, least: int) -> Draw:
+def lengths_up_to(room: int, least: int) -> Draw:
     """Unequal lengths from `least` on, the first the whole room."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -56,7 +56,7 @@ def _case(
             "v_pages": Input((pool, page, kv, dv)),
             "page_table": Input((b, per_sequence), _pages(pool), dtype="int32", differentiable=False),
         }
-    inputs["lengths"] = Input((b,), _lengths(s, 1 if small else s), dtype="int32", differentiable=False)
+    inputs["lengths"] = Input((b,), lengths_up_to(s, 1 if small else s), dtype="int32", differentiable=False)
     if sinks:
         inputs["sinks"] = Input((h,), dtype="float32")
     cache = b * s * kv * (d + dv)

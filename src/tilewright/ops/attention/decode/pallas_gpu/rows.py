@@ -40,23 +40,30 @@ class Rows:
     earlier.
     """
 
-    def __init__(self, call: DecodeCall):
-        self.tokens, self.heads, self.kv = call.q.shape[1], call.q.shape[2], call.k.shape[2]
-        self.group = call.group
+    def __init__(self, *, tokens: int, heads: int, kv: int, row_bytes: int, most: int = ROWS):
+        """`row_bytes` are those of a row of the output, and `most` the rows of a tile at most."""
+        self.tokens, self.heads, self.kv, self.most = tokens, heads, kv, most
+        self.group = heads // kv
         self.count = self.tokens * self.group
-        self.tiles = -(-self.count // ROWS)
-        self.tile_rows = min(ROWS, -(-self.count // EIGHT) * EIGHT)
+        self.tiles = -(-self.count // most)
+        self.tile_rows = min(most, -(-self.count // EIGHT) * EIGHT)
         self.in_place = self.tokens == 1 and (self.group % EIGHT == 0 or EIGHT % self.group == 0)
         self.stride = self.count if self.in_place else self.tiles * self.tile_rows
         self.piece = min(EIGHT, self.stride)
         self.written = self.kv * self.stride
-        row_bytes = -(-call.v.shape[3] // LEAST_WIDTH) * LEAST_WIDTH * call.q.dtype.itemsize  # Of the output.
         room = self.written if self.piece * row_bytes % LINE_BYTES == 0 else self.written - self.stride + self.tile_rows
         self.total = max(-(-room // EIGHT) * EIGHT, self.tile_rows)
 
+    @classmethod
+    def of(cls, call: DecodeCall) -> "Rows":
+        """The rows of a call of `decode_attention`."""
+        width = -(-call.v.shape[3] // LEAST_WIDTH) * LEAST_WIDTH
+        (_, tokens, heads, _), kv = call.q.shape, call.k.shape[2]
+        return cls(tokens=tokens, heads=heads, kv=kv, row_bytes=width * call.q.dtype.itemsize)
+
     def first(self, kv: Any, n: Any) -> Any:
         """The first row of tile n of a key head."""
-        return jnp.minimum(kv * self.stride + n * ROWS, self.total - self.tile_rows)
+        return jnp.minimum(kv * self.stride + n * self.most, self.total - self.tile_rows)
 
     def laid_out(self, array: jax.Array) -> jax.Array:
         """[B, T, H, ...] as [B, total, ...]."""

@@ -17,9 +17,8 @@ of the same tokens, which are neighbours in memory.
 
 With one split, the kernel divides, adds the sink and writes out and logsumexp: one launch. With more, each split writes
 sums that are not divided yet, their maximum and their total, and a second kernel combines the splits in order: two
-launches. It has one thread block per eight rows (or a group of fewer) and 32 value channels, and loads 32 splits before it
-uses the first, since it waits for the L2. Where queries stay in place and widths are multiples of 16, XLA adds nothing to
-these; several tokens, and groups that do not fit into eights, are laid out before and restored after.
+launches (combine.py). Where queries stay in place and widths are multiples of 16, XLA adds nothing to these; several
+tokens, and groups that do not fit into eights, are laid out before and restored after.
 
 Edges: the cache may hold anything past the length. Logits are masked there, and so are the values, since 0 times NaN is
 NaN. Where the room of a cache is not whole blocks, the last block begins earlier and masks the keys that were already seen.
@@ -53,16 +52,15 @@ from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.attention.decode.bounds import Outputs
 from tilewright.ops.attention.decode.call import DecodeCall
 from tilewright.ops.attention.decode.config import SM90_MOST_SPLITS, DecodeSm90Forward
+from tilewright.ops.attention.decode.pallas_gpu.combine import choose_splits, combine_scratch, combine_splits
 from tilewright.ops.attention.decode.pallas_gpu.rows import (
     EIGHT,
     LEAST_WIDTH,
-    LINE_BYTES,
     ROWS,
     Rows,
     eight_rows,
     finished,
     load_eight,
-    spread,
     store_logsumexp,
 )
 from tilewright.ops.attention.pallas_gpu.tiles import scaled_logits
@@ -87,7 +85,7 @@ def _heuristic(chip: Chip, call: DecodeCall) -> DecodeSm90Forward:
     GPU busy to the end, or come closest to it.
     """
     room = call.room if call.window is None else min(call.room, call.window + call.q.shape[1])
-    items = call.q.shape[0] * call.k.shape[2] * Rows(call).tiles
+    items = call.q.shape[0] * call.k.shape[2] * Rows.of(call).tiles
     smem, multiprocessors = chip.smem_bytes or 227 * 1024, chip.multiprocessors or 132
 
     def needed(stages: int) -> int:
@@ -100,15 +98,8 @@ def _heuristic(chip: Chip, call: DecodeCall) -> DecodeSm90Forward:
     slots = multiprocessors * (1 if alone else _BLOCKS_PER_MULTIPROCESSOR)
     blocks = -(-room // _BLOCK_K)
 
-    def busy(splits: int) -> float:
-        waves = -(-items * splits // slots)
-        # Where a share is few blocks, its last one is mostly lost.
-        share = -(-blocks // splits)
-        return items * splits / (waves * slots) * blocks / (splits * share)
-
     most = min(SM90_MOST_SPLITS, max(1, blocks // 2), max(1, 4 * slots // items))
-    splits = next((n for n in range(1, most + 1) if busy(n) >= 0.9), 0) or max(range(1, most + 1), key=busy)
-    return DecodeSm90Forward(_BLOCK_K, stages, splits)
+    return DecodeSm90Forward(_BLOCK_K, stages, choose_splits(items, blocks, slots, most))
 
 
 def _unsupported_reason(call: DecodeCall, launch: Launch) -> str | None:
@@ -132,7 +123,7 @@ def _widths(call: DecodeCall) -> tuple[int, int]:
 
 
 def _decode_scratch(call: DecodeCall, config: DecodeSm90Forward) -> dict[str, Any]:
-    (d, dv), dtype, rows = _widths(call), call.q.dtype, Rows(call)
+    (d, dv), dtype, rows = _widths(call), call.q.dtype, Rows.of(call)
     staged = config.stages * config.block_k
     # In the interpreter, the rows that the last stage and the queries' tile share would count as a race.
     query_rows = ROWS if interpreted() else rows.tile_rows
@@ -150,18 +141,10 @@ def _decode_scratch(call: DecodeCall, config: DecodeSm90Forward) -> dict[str, An
     }
 
 
-def _combine_scratch(call: DecodeCall, config: DecodeSm90Forward) -> dict[str, Any]:
-    dv, dtype = _widths(call)[1], call.q.dtype
-    # A line of a single row is 64 channels.
-    channels = math.gcd(dv, max(config.combine_block_v, LINE_BYTES // dtype.itemsize // Rows(call).piece))
-    return {
-        "out_smem": plgpu.SMEM((EIGHT, channels), dtype),
-        "logsumexp_smem": plgpu.SMEM((EIGHT,), jnp.float32),
-    }
-
-
 def _memory(call: DecodeCall, launch: Launch) -> dict[str, int]:
-    kernels = {"decode": _decode_scratch(call, launch.config), "combine": _combine_scratch(call, launch.config)}
+    config = launch.config
+    combine = combine_scratch(Rows.of(call), _widths(call)[1], config.combine_block_v, call.q.dtype)
+    kernels = {"decode": _decode_scratch(call, config), "combine": combine}
     return {name: smem_bytes(scratch) + _SMEM_BESIDE_SCRATCH for name, scratch in kernels.items()}
 
 
@@ -347,87 +330,10 @@ def _decode_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _combine_kernel(
-    *,
-    # inputs
-    sums_ref,  # [B, KV, tiles, splits, hi and lo, tile_rows, Dv]
-    statistics_ref,  # [B, KV, tiles, splits, 2, tile_rows]
-    sinks_ref,  # [sets, rows], or None
-    # outputs
-    out_ref,  # [B, written, Dv]
-    logsumexp_ref,  # [B, written]
-    # scratch
-    out_smem,  # [EIGHT, channels]
-    logsumexp_smem,  # [EIGHT]
-    # static
-    rows: Rows,
-    config: DecodeSm90Forward,
-):
-    width, at_a_time = out_smem.shape[1], config.combine_splits
-    shape, layout = (EIGHT, width), eight_rows(width)
-    b, columns = lax.axis_index("batch"), pl.ds(lax.axis_index("values") * width, width)
-    # Eight rows of a key head, or its whole group. `within` is where they lie in their tile.
-    kv, n = divmod_nonnegative(lax.axis_index("rows"), rows.stride // rows.piece)
-    n_tile = lax.div(n, jnp.int32(ROWS // EIGHT))
-    row = kv * rows.stride + n * rows.piece
-    first_row = rows.first(kv, n_tile)
-    within = row - first_row
-    # For a group of fewer than eight, all rows of the tile are computed: its own, and those that came with them.
-    begin = within if rows.piece == EIGHT else 0
-    valid = pl.ds(begin, EIGHT)
-
-    def load(ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)  # [8, channels]
-
-    def add(first: Any, count: int, carry: Any) -> Any:
-        """Adds `count` splits to sums, maximum and total. All loads come before the first use."""
-        acc, row_max, total = carry
-        parts = [(b, kv, n_tile, first + n) for n in range(count)]
-        each_max, each_total = (
-            [load_eight(statistics_ref.at[*part, which, valid], width) for part in parts] for which in range(2)
-        )
-        sums = [[load(sums_ref.at[*part, which, valid, columns]) for which in range(2)] for part in parts]
-        new_max = functools.reduce(jnp.maximum, each_max, row_max)
-        alpha = jnp.exp2(row_max - new_max)
-        acc, total = acc * spread(alpha, width, layout), total * alpha
-        for part_max, part_total, (hi, lo) in zip(each_max, each_total, sums, strict=True):
-            weight = jnp.exp2(part_max - new_max)
-            total = total + part_total * weight
-            acc = acc + (hi + lo) * spread(weight, width, layout)
-        return acc, new_max, total
-
-    sink = None
-    if sinks_ref is not None:
-        sink_set = lax.div(b, jnp.int32(out_ref.shape[0] // sinks_ref.shape[0]))
-        sink = load_eight(sinks_ref.at[sink_set, pl.ds(first_row + begin, EIGHT)], width)
-    row_max, total = (
-        plgpu.layout_cast(jnp.full((EIGHT,), value, jnp.float32), layout.reduce(1)) for value in (LOWEST, 0.0)
-    )
-    carry = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout), row_max, total
-    rounds, rest = divmod(config.splits, at_a_time)
-    if rounds:
-        carry = lax.fori_loop(0, rounds, lambda n, carry: add(n * at_a_time, at_a_time, carry), carry)
-    if rest:
-        carry = add(rounds * at_a_time, rest, carry)
-    acc, row_max, total = carry
-    out, logsumexp = finished(acc, row_max, total, sink, layout)
-    store(out_smem, out.astype(out_smem.dtype))
-    store(logsumexp_smem, logsumexp)
-    plgpu.commit_smem()
-    own, target = pl.ds(within - begin, rows.piece), pl.ds(row, rows.piece)
-    plgpu.copy_smem_to_gmem(out_smem.at[own], out_ref.at[b, target, columns])
-
-    @pl.when(lax.axis_index("values") == 0)
-    def _():
-        store_logsumexp(logsumexp_ref.at[b, target], logsumexp_smem.at[own], rows.piece)
-
-    plgpu.wait_smem_to_gmem(0)
-
-
 def _forward(call: DecodeCall, launch: Launch, *, save: bool) -> tuple[Outputs, None]:
     """out [B, T, H, Dv] and logsumexp [B, T, H]; lengths and pages may be out of range."""
     config: DecodeSm90Forward = launch.config
-    (b, t, h, _), dtype, rows = call.q.shape, call.q.dtype, Rows(call)
+    (b, t, h, _), dtype, rows = call.q.shape, call.q.dtype, Rows.of(call)
     q, k, v = (padded(x, 3, LEAST_WIDTH) for x in (call.q, call.k, call.v))
     if call.page is None:
         k, v = (padded(x, 1, config.block_k if x.shape[1] < config.block_k else EIGHT) for x in (k, v))
@@ -458,18 +364,8 @@ def _forward(call: DecodeCall, launch: Launch, *, save: bool) -> tuple[Outputs, 
     )
     out, logsumexp = outputs["out"], outputs["statistics"]
     if split:
-        scratch = _combine_scratch(call, config)
-        channels = scratch["out_smem"].inner_aval.shape[1]
-        combined = run_kernel(
-            functools.partial(_combine_kernel, rows=rows, config=config),
-            name="decode_attention_combine",
-            inputs={"sums": out, "statistics": logsumexp, "sinks": sinks},
-            outputs=dict(zip(("out", "logsumexp"), results, strict=True)),
-            scratch=scratch,
-            grid={"batch": b, "rows": rows.written // rows.piece, "values": dv // channels},
-            params=params,
-        )
-        out, logsumexp = combined["out"], combined["logsumexp"]
+        sizes = {"at_a_time": config.combine_splits, "block_v": config.combine_block_v}
+        out, logsumexp = combine_splits(out, logsumexp, sinks, rows, **sizes)
     return (rows.restored(out[..., : call.v.shape[3]]), rows.restored(logsumexp)), None
 
 

@@ -23,6 +23,7 @@ from tilewright.ops.attention.config import AttentionXlaBackward as AttentionXla
 from tilewright.ops.attention.config import AttentionXlaForward as AttentionXlaForward
 from tilewright.ops.attention.decode.config import DecodeSm90Forward as DecodeSm90Forward
 from tilewright.ops.attention.decode.config import DecodeTpuForward as DecodeTpuForward
+from tilewright.ops.attention.decode_latent.config import DecodeLatentSm90Forward as DecodeLatentSm90Forward
 from tilewright.ops.attention.decode_qkv.config import DecodeQkvSm90Forward as DecodeQkvSm90Forward
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward as DeltaRuleSm90Backward
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Forward as DeltaRuleSm90Forward

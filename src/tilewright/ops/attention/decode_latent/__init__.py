@@ -1,0 +1,1 @@
+"""Attention of one token per sequence over a cache of latents, which are keys and values at once."""

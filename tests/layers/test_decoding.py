@@ -1,4 +1,4 @@
-"""Single tokens on a GPU: attention takes `decode_qkv` where it has a kernel, and is the same as without."""
+"""Single tokens on a GPU: attention takes the ops of decoding where they have kernels, and is the same as without."""
 
 import dataclasses
 
@@ -9,10 +9,13 @@ import pytest
 
 import tilewright
 from tests.ops.composition import able_to_run
-from tilewright.layers import Attention
-from tilewright.layers.attention import StackedCache
+from tilewright.layers import Attention, LatentAttention
+from tilewright.layers.attention import StackedCache, held
+from tilewright.layers.layer import Residual
+from tilewright.ops.norm.api import rms_norm
 
 LAYER = Attention(d_model=64, num_heads=4, num_kv_heads=4, head_dim=64, rope_theta=1e6)
+LATENT = LatentAttention(d_model=128, num_heads=8, latent_dim=64, key_dim=16, shared_key_dim=64, value_dim=16)
 
 
 def drawn(layer=LAYER, lengths=(2, 0), capacity=4, dtype=jnp.bfloat16, stacked=True):
@@ -92,3 +95,82 @@ def test_a_token_is_the_same_as_without_the_kernel(stacked):
             np.testing.assert_allclose(
                 one[~full].astype(jnp.float32), other[~full].astype(jnp.float32), rtol=2e-2, atol=3e-2
             )
+
+
+def drawn_latents(layer=LATENT, lengths=(70, 0), capacity=72, dtype=jnp.bfloat16, stacked=True):
+    """As `drawn`. What the caches hold past the lengths is NaN."""
+    weights = layer.init(jax.random.key(0), dtype)
+    x = jax.random.normal(jax.random.key(1), (len(lengths), 1, layer.d_model)).astype(dtype)
+    state, lengths = layer.initial_state(len(lengths), capacity=capacity, dtype=dtype), jnp.asarray(lengths, jnp.int32)
+    latents = jax.random.normal(jax.random.key(2), (2, *state.latents.shape)).astype(dtype)
+    beyond = jnp.arange(capacity)[None, :] >= lengths[:, None]
+    latents = jnp.where(beyond[None, ..., None], jnp.nan, latents)
+    cache = StackedCache(latents, jnp.int32(1)) if stacked else latents[1]
+    return weights, x, dataclasses.replace(state, latents=cache, length=lengths)
+
+
+def assert_same_latents(after, want):
+    """The new latent is of another product; the others are those that were there."""
+    assert jax.tree.structure(after) == jax.tree.structure(want)
+    np.testing.assert_array_equal(after.length, want.length)
+    one, other = (np.asarray(held(state.latents), np.float32) for state in (after, want))
+    np.testing.assert_allclose(one, other, rtol=2e-2, atol=3e-2)
+
+
+def test_a_token_over_latents_takes_their_kernel():
+    ops = ops_of(LATENT, jax.eval_shape(drawn_latents))
+    assert [op for op in ops if "attention" in op[0]] == [("decode_latent_attention", "pallas_gpu")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "given", "chip"),
+    [
+        ({}, {"dtype": jnp.float32}, "h200"),
+        ({"num_heads": 4}, {}, "h200"),
+        ({"latent_dim": 48}, {}, "h200"),
+        ({}, {}, "a100"),
+        ({}, {}, "v6e"),
+    ],
+)
+def test_latents_without_a_kernel_go_on_as_before(changed, given, chip):
+    layer = dataclasses.replace(LATENT, **changed)
+    ops = ops_of(layer, jax.eval_shape(lambda: drawn_latents(layer, **given)), chip=chip)
+    assert [op for op, _ in ops if "attention" in op] == ["decode_attention"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_token_over_latents_is_the_same_as_without_the_kernel(stacked):
+    """The last row's cache is full: its output is NaN, and nothing of a stack is written."""
+    weights, x, state = drawn_latents(lengths=(70, 0, 72), stacked=stacked)
+    want_y, want = jax.jit(LATENT.apply)(weights, x, state)
+    with able_to_run("pallas_gpu"), tilewright.target("h200"):
+        y, after = jax.jit(LATENT.apply)(weights, x, state)
+    assert_same_latents(after, want)
+    assert np.isnan(y[2]).all()
+    assert np.isnan(want_y[2]).all()
+    y, want_y = (np.asarray(each[:2], np.float32) for each in (y, want_y))
+    np.testing.assert_allclose(y, want_y, rtol=0, atol=2e-2 * np.abs(want_y).max())
+
+
+@pytest.mark.slow
+def test_a_token_over_latents_is_decoded_into_the_residual_stream():
+    """`decode` is `apply`, a sum and a norm; the length after it is the one that the loop over layers has."""
+    weights, x, state = drawn_latents()
+    norm = jnp.linspace(0.5, 1.5, LATENT.d_model, dtype=jnp.bfloat16)
+    stream = jax.random.normal(jax.random.key(3), x.shape).astype(x.dtype)
+    residual = Residual(stream, norm, 1e-6, 0.0)
+    given = dataclasses.replace(state, next_length=state.length + 1)
+    assert not LATENT.can_decode(weights, x, state, residual)
+    with able_to_run("pallas_gpu"), tilewright.target("h200"):
+        assert LATENT.can_decode(weights, x, state, residual)
+        assert not LATENT.can_decode(weights, jnp.concatenate([x, x], axis=1), state, residual)
+        assert not LATENT.can_decode(LATENT.quantized(weights, "int8"), x, state, residual)
+        got, normed, after = jax.jit(lambda *given: LATENT.decode(*given, residual))(weights, x, given)
+    y, want = jax.jit(LATENT.apply)(weights, x, state)
+    assert_same_latents(after, want)
+    expected = stream + y
+    for one, other in ((got, expected), (normed, rms_norm(expected, norm, eps=1e-6))):
+        one, other = (np.asarray(each, np.float32) for each in (one, other))
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-2 * np.abs(other).max())

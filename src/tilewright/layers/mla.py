@@ -21,6 +21,7 @@ from tilewright.layers.layer import (
     Layer,
     Leaf,
     Parameter,
+    Residual,
     linear,
     norm,
     norm_weights,
@@ -30,6 +31,7 @@ from tilewright.layers.layer import (
 )
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
+from tilewright.ops.attention.decode_latent.api import decode_latent_attention, has_kernel
 from tilewright.ops.norm.api import rms_norm
 
 
@@ -43,6 +45,7 @@ class LatentState:
 
     latents: Leaf  # [B, S, R + E], normalised; None after packed sequences, which are not continued
     length: Leaf  # int32, or [B], the number of tokens in the cache; None in a grown one, which holds S
+    next_length: Leaf = None  # length + 1, where a loop over layers has it, so that none of them computes it again
 
     def with_capacity(self, capacity: int) -> "LatentState":
         """Converts a grown cache to a fixed one with room for `capacity` tokens in total."""
@@ -129,11 +132,8 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         self.check_tokens(x)
         self.check_weights(weights)
         context = self.check_shardings(weights, x, state)
-        (b, t, _), h, r = x.shape, self.num_heads, self.latent_dim
-        q = split_heads(project(x, weights.q_proj), h)  # [B, T, H, C + E]
-        down = project(x, weights.kv_down)  # [B, T, R + E]
-        latent = rms_norm(down[..., :r], norm_weights(weights.kv_norm, x), eps=self.eps)
-        latents = jnp.concatenate([latent, down[..., r:]], axis=-1)
+        b, t, _ = x.shape
+        q, latents = self._projected(weights, x)
         if state is None:
             k, v = self._expanded(weights, latents)
             runs = numbered_segments(segment_ids, x)
@@ -151,12 +151,39 @@ class LatentAttention(Layer[LatentAttentionWeights]):
                     "read the last sequence by itself"
                 )
             capacity = state.latents.shape[1] if isinstance(state, LatentState) else 0
-            self.check_state(state, x, latents=(capacity, r + self.shared_key_dim))
+            self.check_state(state, x, latents=(capacity, self.latent_dim + self.shared_key_dim))
             check_room(state.length, capacity, t)
             o, after = self._attend_cache(weights, q, latents, state, implementation)
         assert isinstance(o, jax.Array)
-        y = project(o.reshape(b, t, h * self.value_dim), weights.o_proj)
+        y = project(o.reshape(b, t, self.num_heads * self.value_dim), weights.o_proj)
         return placed(y, explicit_axes(x)), after
+
+    def can_decode(self, weights: Any, x: jax.Array, state: Any, residual: Residual) -> bool:
+        if x.shape[1] != 1 or state is None or state.latents is None or state.length is None:
+            return False
+        if any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves((weights, x, state))):
+            return False
+        cache = held(state.latents)
+        # Only shapes are looked at.
+        q = jnp.zeros((x.shape[0], self.num_heads, cache.shape[2]), x.dtype)
+        lengths = jnp.broadcast_to(state.length, x.shape[:1])
+        return self._has_kernel(q, cache, lengths) and residual.takes(weights.o_proj)
+
+    def decode(
+        self, weights: Any, x: Float[Array, "B 1 D"], state: Any, residual: Residual
+    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B 1 D"], LatentState]:
+        """See `Layer.decode`."""
+        o, after = self._attend_cache(weights, *self._projected(weights, x), state, None)
+        return *residual.plus(o.reshape(*o.shape[:2], self.num_heads * self.value_dim), weights.o_proj), after
+
+    def _projected(
+        self, weights: Any, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T L"]]:
+        """The queries [B, T, H, C + E] and the latents [B, T, R + E] of tokens."""
+        q = split_heads(project(x, weights.q_proj), self.num_heads)
+        down, r = project(x, weights.kv_down), self.latent_dim
+        latent = rms_norm(down[..., :r], norm_weights(weights.kv_norm, x), eps=self.eps)
+        return q, jnp.concatenate([latent, down[..., r:]], axis=-1)
 
     def _expanded(self, weights: Any, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys [B, S, H, C + E] and values [B, S, H, V] of latents [B, S, R + E]."""
@@ -173,19 +200,19 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         if state.length is None:
             raise ValueError("this state is a grown one, which a call without a state returned; use initial_state(...)")
         b, t = q.shape[:2]
-        cache, length = written(state.latents, latents, state.length), state.length + t
+        length = state.length + t if state.next_length is None else state.next_length
+        cache = written(state.latents, latents, state.length)
         after = LatentState(cache, length)
         cache = held(cache).astype(q.dtype)
         capacity = cache.shape[1]
-        if t == 1:
-            o = self._absorbed(weights, q, cache, jnp.broadcast_to(length, (b,)))
-        else:
-            k, v = self._expanded(weights, cache)
-            positions = jnp.broadcast_to(cache_positions(state.length, t), (b, t))
-            slots = jnp.arange(capacity, dtype=jnp.int32)
-            seen = slots[None, None] <= positions[:, :, None]  # [B, T, S]
-            o = flash_attention(q, k, v, mask=seen[:, None], implementation=implementation)
-            assert isinstance(o, jax.Array)
+        if t == 1:  # Past the capacity it is NaN already.
+            return self._absorbed(weights, q, cache, jnp.broadcast_to(length, (b,))), after
+        k, v = self._expanded(weights, cache)
+        positions = jnp.broadcast_to(cache_positions(state.length, t), (b, t))
+        slots = jnp.arange(capacity, dtype=jnp.int32)
+        seen = slots[None, None] <= positions[:, :, None]  # [B, T, S]
+        o = flash_attention(q, k, v, mask=seen[:, None], implementation=implementation)
+        assert isinstance(o, jax.Array)
         fits = jnp.broadcast_to(length <= capacity, (b,))[:, None, None, None]
         return jnp.where(fits, o, jnp.nan), after
 
@@ -199,8 +226,21 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         up = kv_up.reshape(r, self.num_heads, c + self.value_dim)
         precision = None if q.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
         own = jnp.einsum("bthc,rhc->bthr", q[..., :c], up[..., :c], precision=precision)
-        scale = (c + self.shared_key_dim) ** -0.5
-        keys = cache[:, :, None]  # [B, S, 1, R + E]
-        o = decode_attention(jnp.concatenate([own, q[..., c:]], axis=-1), keys, keys[..., :r], lengths, scale=scale)
-        assert isinstance(o, jax.Array)
+        queries = jnp.concatenate([own, q[..., c:]], axis=-1)  # [B, 1, H, R + E]
+        if self._has_kernel(queries[:, 0], cache, lengths):
+            o = decode_latent_attention(queries[:, 0], cache, lengths, value_dim=r, scale=self._scale)[:, None]
+        else:
+            keys = cache[:, :, None]  # [B, S, 1, R + E]
+            o = decode_attention(queries, keys, keys[..., :r], lengths, scale=self._scale)
+            assert isinstance(o, jax.Array)
         return jnp.einsum("bthr,rhv->bthv", o, up[..., c:], precision=precision)
+
+    @property
+    def _scale(self) -> float:
+        return (self.key_dim + self.shared_key_dim) ** -0.5
+
+    def _has_kernel(self, q: Float[Array, "B H L"], cache: Float[Array, "B S L"], lengths: Int[Array, " B"]) -> bool:
+        """Whether a kernel attends to the latents themselves."""
+        if q.dtype != cache.dtype or any(any(explicit_axes(array)) for array in (q, cache)):
+            return False
+        return has_kernel(q, cache, lengths, value_dim=self.latent_dim, scale=self._scale)

@@ -14,7 +14,7 @@ class DecodeLatentSm90Forward(Config):
     """Blocks of 64 latents in shared memory: the copies of all but one are in flight while that one is used."""
     splits: int
     """Thread blocks that share the latents of a sequence and a tile of heads, in equal parts of its length."""
-    combine_splits: int = 16
+    combine_splits: int = 32
     """Splits that the combine kernel loads at a time."""
     combine_block_v: int = 32
     """Value channels of a thread block of the combine kernel."""

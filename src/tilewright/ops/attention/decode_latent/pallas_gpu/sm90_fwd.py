@@ -161,10 +161,11 @@ def _decode_kernel(
         for smem, channels in parts:
             plgpu.copy_gmem_to_smem(latents_ref.at[b, keys, channels], smem.at[stage], full.at[stage])
 
-    for n in range(stages):
-        pl.when(n < count)(functools.partial(fetch, jnp.int32(n)))
+    # The queries come first: their copy does not wait for the length.
     first_head = rows.first(0, n_tile)
     plgpu.copy_gmem_to_smem(q_ref.at[b, pl.ds(first_head, heads)], q_smem, q_full)
+    for n in range(stages):
+        pl.when(n < count)(functools.partial(fetch, jnp.int32(n)))
     plgpu.barrier_wait(q_full)
 
     def along_heads(vector: jax.Array, like: jax.Array) -> jax.Array:

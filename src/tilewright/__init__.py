@@ -16,6 +16,7 @@ from tilewright.ops.attention.api import flash_attention as flash_attention
 from tilewright.ops.attention.decode.api import decode_attention as decode_attention
 from tilewright.ops.attention.decode.api import paged_attention as paged_attention
 from tilewright.ops.attention.decode_latent.api import decode_latent_attention as decode_latent_attention
+from tilewright.ops.attention.decode_latent_qkv.api import decode_latent_qkv as decode_latent_qkv
 from tilewright.ops.attention.decode_layers.api import decode_layers as decode_layers
 from tilewright.ops.attention.decode_qkv.api import decode_qkv as decode_qkv
 from tilewright.ops.attention.decode_residual.api import decode_residual as decode_residual

@@ -16,7 +16,15 @@ from jaxtyping import Array, Float, Int
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
-from tilewright.layers.attention import attend_over, cache_positions, check_room, held, numbered_segments, written
+from tilewright.layers.attention import (
+    StackedCache,
+    attend_over,
+    cache_positions,
+    check_room,
+    held,
+    numbered_segments,
+    written,
+)
 from tilewright.layers.layer import (
     Layer,
     Leaf,
@@ -32,6 +40,8 @@ from tilewright.layers.layer import (
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.attention.decode_latent.api import decode_latent_attention, has_kernel
+from tilewright.ops.attention.decode_latent_qkv.api import decode_latent_qkv
+from tilewright.ops.attention.decode_latent_qkv.api import has_kernel as has_projections
 from tilewright.ops.norm.api import rms_norm
 
 
@@ -133,6 +143,14 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         self.check_weights(weights)
         context = self.check_shardings(weights, x, state)
         b, t, _ = x.shape
+        if (
+            segment_ids is None
+            and isinstance(state, LatentState)
+            and (token := self._token(weights, x, state)) is not None
+        ):
+            self._check_state(state, x)
+            o, after = self._decoded(weights, token, state)
+            return project(o.reshape(b, t, self.num_heads * self.value_dim), weights.o_proj), after
         q, latents = self._projected(weights, x)
         if state is None:
             k, v = self._expanded(weights, latents)
@@ -150,31 +168,65 @@ class LatentAttention(Layer[LatentAttentionWeights]):
                     "this state is that after packed sequences (segment_ids), which LatentAttention does not continue; "
                     "read the last sequence by itself"
                 )
-            capacity = state.latents.shape[1] if isinstance(state, LatentState) else 0
-            self.check_state(state, x, latents=(capacity, self.latent_dim + self.shared_key_dim))
-            check_room(state.length, capacity, t)
+            self._check_state(state, x)
             o, after = self._attend_cache(weights, q, latents, state, implementation)
         assert isinstance(o, jax.Array)
         y = project(o.reshape(b, t, self.num_heads * self.value_dim), weights.o_proj)
         return placed(y, explicit_axes(x)), after
 
     def can_decode(self, weights: Any, x: jax.Array, state: Any, residual: Residual) -> bool:
-        if x.shape[1] != 1 or state is None or state.latents is None or state.length is None:
-            return False
-        if any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves((weights, x, state))):
-            return False
-        cache = held(state.latents)
-        # Only shapes are looked at.
-        q = jnp.zeros((x.shape[0], self.num_heads, cache.shape[2]), x.dtype)
-        lengths = jnp.broadcast_to(state.length, x.shape[:1])
-        return self._has_kernel(q, cache, lengths) and residual.takes(weights.o_proj)
+        return self._token(weights, x, state) is not None and residual.takes(weights.o_proj)
 
     def decode(
         self, weights: Any, x: Float[Array, "B 1 D"], state: Any, residual: Residual
     ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B 1 D"], LatentState]:
         """See `Layer.decode`."""
-        o, after = self._attend_cache(weights, *self._projected(weights, x), state, None)
+        token = self._token(weights, x, state)
+        assert token is not None
+        o, after = self._decoded(weights, token, state)
         return *residual.plus(o.reshape(*o.shape[:2], self.num_heads * self.value_dim), weights.o_proj), after
+
+    def _token(self, weights: Any, x: jax.Array, state: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of `decode_latent_qkv` for a single token over its fixed cache, where it and attention over the
+        latents have kernels.
+        """
+        if x.shape[1] != 1 or state is None or state.latents is None or state.length is None:
+            return None
+        stacked = isinstance(state.latents, StackedCache)
+        cache = state.latents.stack if stacked else state.latents
+        projections = weights.q_proj, weights.kv_down
+        if any(isinstance(each, QuantizedArray) or each.dtype != x.dtype for each in (*projections, cache)):
+            return None
+        if any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves((weights, x, state))):
+            return None
+        q_proj = weights.q_proj.reshape(self.d_model, self.num_heads, -1)
+        lengths = jnp.broadcast_to(state.length, x.shape[:1])
+        arguments = (x[:, 0], q_proj, weights.kv_down, norm_weights(weights.kv_norm, x), cache, lengths)
+        options = {"layer": state.latents.layer if stacked else None, "eps": self.eps}
+        # Only shapes are looked at.
+        q = jnp.zeros((x.shape[0], self.num_heads, cache.shape[-1]), x.dtype)
+        held_there = self._has_kernel(q, held(state.latents), lengths)
+        return (arguments, options) if held_there and has_projections(*arguments, **options) else None
+
+    def _decoded(
+        self, weights: Any, token: tuple[tuple[Any, ...], dict[str, Any]], state: LatentState
+    ) -> tuple[Float[Array, "B 1 H V"], LatentState]:
+        """Attention of a single token over its fixed cache, and the cache.
+
+        Past the capacity nothing is written, and `decode_latent_attention` gives NaN.
+        """
+        arguments, options = token
+        q, latents = decode_latent_qkv(*arguments, **options)
+        if isinstance(state.latents, StackedCache):
+            latents = StackedCache(latents, state.latents.layer)
+        length = state.length + 1 if state.next_length is None else state.next_length
+        o = self._absorbed(weights, q[:, None], held(latents), jnp.broadcast_to(length, q.shape[:1]))
+        return o, LatentState(latents, length)
+
+    def _check_state(self, state: Any, x: jax.Array) -> None:
+        capacity = state.latents.shape[1] if isinstance(state, LatentState) else 0
+        self.check_state(state, x, latents=(capacity, self.latent_dim + self.shared_key_dim))
+        check_room(state.length, capacity, x.shape[1])
 
     def _projected(
         self, weights: Any, x: Float[Array, "B T D"]
@@ -200,8 +252,7 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         if state.length is None:
             raise ValueError("this state is a grown one, which a call without a state returned; use initial_state(...)")
         b, t = q.shape[:2]
-        length = state.length + t if state.next_length is None else state.next_length
-        cache = written(state.latents, latents, state.length)
+        cache, length = written(state.latents, latents, state.length), state.length + t
         after = LatentState(cache, length)
         cache = held(cache).astype(q.dtype)
         capacity = cache.shape[1]

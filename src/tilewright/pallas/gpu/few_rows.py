@@ -12,7 +12,7 @@ multiprocessors, so the contracted axis is divided between `splits` thread block
 Whoever reads z adds them up in order, which gives the same bits each time, and does what follows in the same pass.
 
 Several matrices of the same rows are one launch: each tile belongs to one of them, so none is copied. The columns of each
-are whole tiles then, and z has them side by side.
+but the last are whole tiles then, and z has them side by side.
 
 A single row needs no padding where the splits are a multiple of eight: copies of tiles take whole eights of rows, so x
 [1, k] is read as [8, k / 8]. A split lies in one of these rows, and only that one of its results is stored.
@@ -72,7 +72,7 @@ class FewRows:
     m: int
     k: int
     columns: tuple[int, ...]
-    """The columns of each matrix: any number, or multiples of TILE_COLUMNS where there are several."""
+    """The columns of each matrix: multiples of TILE_COLUMNS, but for the last one's, which may be any number."""
     rows: int
     """Rows of x of a tile: one of TILE_ROWS."""
     stages: int

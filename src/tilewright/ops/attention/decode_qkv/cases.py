@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tilewright.core.case import Case, Draw, Input, Work, normal
 
 
-def _lengths(room: int) -> Draw:
+def lengths_below(room: int) -> Draw:
     """Unequal lengths of caches that have room for one more token, the first with room for just that."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -39,7 +39,7 @@ def _case(
         "v_proj": Input((d, kv, c), normal(d**-0.5)),
         "keys": Input((b, s, kv, c)),
         "values": Input((b, s, kv, c)),
-        "lengths": Input((b,), _lengths(s), dtype="int32", differentiable=False),
+        "lengths": Input((b,), lengths_below(s), dtype="int32", differentiable=False),
     }
     if norms:
         inputs |= {"q_norm": Input((c,), dtype="float32"), "k_norm": Input((c,), dtype="float32")}

@@ -110,10 +110,10 @@ def drawn_latents(layer=LATENT, lengths=(70, 0), capacity=72, dtype=jnp.bfloat16
 
 
 def assert_same_latents(after, want):
-    """The new latent is of another product; the others are those that were there."""
+    """The new latents of the first two rows are of other products; their other latents are those that were there."""
     assert jax.tree.structure(after) == jax.tree.structure(want)
     np.testing.assert_array_equal(after.length, want.length)
-    one, other = (np.asarray(held(state.latents), np.float32) for state in (after, want))
+    one, other = (np.asarray(held(state.latents)[:2], np.float32) for state in (after, want))
     np.testing.assert_allclose(one, other, rtol=2e-2, atol=3e-2)
 
 

@@ -1,6 +1,7 @@
 """decode_latent_qkv: the contract, stacks of caches, tokens that do not fit, and what the Hopper kernels are and refuse."""
 
 import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ class TestDecodeLatentQkv(OpContract):
     call_type = DecodeLatentQkvCall
     shared = ("q_proj", "kv_down", "norm")
     whole_letter = "D"
+    cuts: ClassVar = {"batch": {"B": "x"}}
     mesh_case = _case("mesh", 4, 64, 4, (4, 64), 160, 128)
     not_taken = frozenset({("pallas_gpu", "odd")})
     interpreted_slowly = frozenset({"pallas_gpu"})

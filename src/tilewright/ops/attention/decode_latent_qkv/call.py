@@ -15,7 +15,7 @@ class DecodeLatentQkvCall(StackedCall):
     The outputs are the queries and the cache.
     """
 
-    independent = (("B", "N"), ("H",))
+    independent = (("B", "N"),)
     outputs = ("B H C", "L N S K")
     arguments: ClassVar[Mapping[str, str]] = {"latents": "latents L B S K"}
     stacks = ("latents",)

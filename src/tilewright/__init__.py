@@ -16,6 +16,8 @@ from tilewright.ops.attention.api import flash_attention as flash_attention
 from tilewright.ops.attention.decode.api import decode_attention as decode_attention
 from tilewright.ops.attention.decode.api import paged_attention as paged_attention
 from tilewright.ops.attention.decode_latent.api import decode_latent_attention as decode_latent_attention
+from tilewright.ops.attention.decode_latent_heads.api import absorb_queries as absorb_queries
+from tilewright.ops.attention.decode_latent_heads.api import expand_values as expand_values
 from tilewright.ops.attention.decode_latent_qkv.api import decode_latent_qkv as decode_latent_qkv
 from tilewright.ops.attention.decode_layers.api import decode_layers as decode_layers
 from tilewright.ops.attention.decode_qkv.api import decode_qkv as decode_qkv

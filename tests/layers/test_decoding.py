@@ -15,7 +15,7 @@ from tilewright.layers.layer import Residual
 from tilewright.ops.norm.api import rms_norm
 
 LAYER = Attention(d_model=64, num_heads=4, num_kv_heads=4, head_dim=64, rope_theta=1e6)
-LATENT = LatentAttention(d_model=128, num_heads=8, latent_dim=128, key_dim=16, shared_key_dim=64, value_dim=16)
+LATENT = LatentAttention(d_model=128, num_heads=8, latent_dim=128, key_dim=64, shared_key_dim=64, value_dim=64)
 
 
 def drawn(layer=LAYER, lengths=(2, 0), capacity=4, dtype=jnp.bfloat16, stacked=True):
@@ -119,7 +119,7 @@ def assert_same_latents(after, want):
 
 def test_a_token_over_latents_takes_their_kernel():
     ops = ops_of(LATENT, jax.eval_shape(drawn_latents))
-    wanted = ("decode_latent_qkv", "decode_latent_attention", "matmul")
+    wanted = ("decode_latent_qkv", "absorb_queries", "decode_latent_attention", "expand_values", "matmul")
     assert ops == [(op, "pallas_gpu") for op in wanted]
 
 

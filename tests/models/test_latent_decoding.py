@@ -25,9 +25,9 @@ CONFIG = {
     "num_attention_heads": 8,
     "q_lora_rank": None,
     "kv_lora_rank": 128,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 16,
+    "v_head_dim": 64,
     "mla_use_nope": True,
     "intermediate_size": 192,
     "hidden_act": "silu",
@@ -61,13 +61,17 @@ def test_a_layer_has_few_kernels():
     weights, states = jax.eval_shape(drawn)
     with tilewright.target("h200"):
         traced = jax.jit(step).trace(weights, jax.ShapeDtypeStruct((2, 1), jnp.int32), states)
-    known = (
-        r"decode_latent_qkv_products|decode_latent_qkv|decode_latent_attention|decode_residual_products|decode_residual"
+    names = (
+        "decode_latent_qkv_products",
+        "decode_latent_qkv",
+        "absorb_queries",
+        "decode_latent_attention",
+        "expand_values",
     )
+    known = "|".join((*names, "decode_residual_products", "decode_residual"))
     named = [re.search(known, str(equation.params)) for equation in kernels_of(traced.jaxpr.jaxpr)]
-    attention = ["decode_latent_qkv_products", "decode_latent_qkv", "decode_latent_attention"]
     residual = ["decode_residual_products", "decode_residual"]
-    assert [found[0] for found in named if found] == [*attention, *residual, *residual] * 2
+    assert [found[0] for found in named if found] == [*names, *residual, *residual] * 2
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ from tilewright.layers.layer import (
 from tilewright.ops.attention.api import flash_attention
 from tilewright.ops.attention.decode.api import decode_attention
 from tilewright.ops.attention.decode_latent.api import decode_latent_attention, has_kernel
+from tilewright.ops.attention.decode_latent_heads.api import absorb_queries, expand_values, has_kernels
 from tilewright.ops.attention.decode_latent_qkv.api import decode_latent_qkv
 from tilewright.ops.attention.decode_latent_qkv.api import has_kernel as has_projections
 from tilewright.ops.norm.api import rms_norm
@@ -275,15 +276,21 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         # Gathered where it is sharded over the axis of the batch (FSDP).
         kv_up = placed(kv_up, [(), explicit_axes(q)[2]])
         up = kv_up.reshape(r, self.num_heads, c + self.value_dim)
+        in_kernels = self._has_head_kernels(q[:, 0], up)
         precision = None if q.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-        own = jnp.einsum("bthc,rhc->bthr", q[..., :c], up[..., :c], precision=precision)
-        queries = jnp.concatenate([own, q[..., c:]], axis=-1)  # [B, 1, H, R + E]
+        if in_kernels:
+            queries = absorb_queries(q[:, 0], up, key_dim=c)[:, None]  # [B, 1, H, R + E]
+        else:
+            own = jnp.einsum("bthc,rhc->bthr", q[..., :c], up[..., :c], precision=precision)
+            queries = jnp.concatenate([own, q[..., c:]], axis=-1)
         if self._has_kernel(queries[:, 0], cache, lengths):
             o = decode_latent_attention(queries[:, 0], cache, lengths, value_dim=r, scale=self._scale)[:, None]
         else:
             keys = cache[:, :, None]  # [B, S, 1, R + E]
             o = decode_attention(queries, keys, keys[..., :r], lengths, scale=self._scale)
             assert isinstance(o, jax.Array)
+        if in_kernels:
+            return expand_values(o[:, 0], up, key_dim=c)[:, None]
         return jnp.einsum("bthr,rhv->bthv", o, up[..., c:], precision=precision)
 
     @property
@@ -295,3 +302,10 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         if q.dtype != cache.dtype or any(any(explicit_axes(array)) for array in (q, cache)):
             return False
         return has_kernel(q, cache, lengths, value_dim=self.latent_dim, scale=self._scale)
+
+    def _has_head_kernels(self, q: Float[Array, "B H K"], up: Float[Array, "R H X"]) -> bool:
+        """Whether kernels multiply the heads' queries and outputs with parts of the expansion."""
+        if any(any(explicit_axes(array)) for array in (q, up)):
+            return False
+        o = jnp.zeros((*q.shape[:2], self.latent_dim), q.dtype)  # Only its shape is looked at.
+        return has_kernels(q, o, up, key_dim=self.key_dim)

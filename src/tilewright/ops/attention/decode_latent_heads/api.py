@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from tilewright.core.arguments import FLOATING, is_integer, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
-from tilewright.ops.attention.decode_latent_heads.call import LatentHeadsCall
+from tilewright.ops.attention.decode_latent_heads.call import AbsorbCall, ExpandCall, LatentHeadsCall
 
 _IMPLEMENTATIONS = ("pallas_gpu", "reference")
 _FAMILY = "tilewright.ops.attention.decode_latent_heads"
@@ -98,4 +98,4 @@ def _call(name: str, x: Any, kv_up: Any, key_dim: Any) -> LatentHeadsCall:
     if (name == "q" and x.shape[2] < key_dim) or (name == "o" and x.shape[2] != kv_up.shape[0]):
         wanted = f"{key_dim} channels or more" if name == "q" else f"R={kv_up.shape[0]} channels"
         raise ValueError(f"{name} is {shown(x)}; its heads must have {wanted}")
-    return LatentHeadsCall(x=x, kv_up=kv_up, key_dim=int(key_dim), side="keys" if name == "q" else "values")
+    return (AbsorbCall if name == "q" else ExpandCall)(x=x, kv_up=kv_up, key_dim=int(key_dim))

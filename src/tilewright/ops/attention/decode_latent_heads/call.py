@@ -1,7 +1,7 @@
-"""A call of `absorb_queries` or `expand_values`."""
+"""Calls of `absorb_queries` and `expand_values`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxtyping import Array, Float
 
@@ -9,19 +9,15 @@ from tilewright.core.call import Call, array, option, power_of_two
 
 
 class LatentHeadsCall(Call):
-    """One token of each sequence, multiplied with a part of `kv_up` per head: with the keys' columns, the first `key_dim`
-    of a head, transposed, or with the values' columns behind them.
-
-    For keys, the channels of x past `key_dim` follow the product as they are.
-    """
+    """One token of each sequence, multiplied with a part of `kv_up` per head."""
 
     independent = (("B",), ("H",))
     outputs = ("B H M",)
+    side: ClassVar[Literal["keys", "values"]]
 
     x: Float[Array, "B H J"] = array(batch=True)
     kv_up: Float[Array, "R H X"] = array()
     key_dim: int = option()
-    side: Literal["keys", "values"] = option()
 
     @property
     def width(self) -> int:
@@ -33,3 +29,17 @@ class LatentHeadsCall(Call):
         (b, h, _), (r, _, x) = self.x.shape, self.kv_up.shape
         sizes = {"H": h, "R": r, "X": x, "C": self.key_dim, "side": self.side}
         return {"dtype": self.x.dtype.name, "B": power_of_two(b), **sizes}
+
+
+class AbsorbCall(LatentHeadsCall):
+    """With the columns of the keys, the first `key_dim` of a head, transposed. Channels of x past `key_dim` follow."""
+
+    side = "keys"
+    arguments: ClassVar[Mapping[str, str]] = {"x": "q B H J"}
+
+
+class ExpandCall(LatentHeadsCall):
+    """With the columns of the values, which are behind those of the keys."""
+
+    side = "values"
+    arguments: ClassVar[Mapping[str, str]] = {"x": "o B H R"}

@@ -33,6 +33,7 @@ def _case(
         work_grad=lambda itemsize: Work(3 * flops, float(itemsize * (3 * weights + 2 * caches))),
         options=options,
         small=small,
+        in_place=("latents",),
     )
 
 

@@ -39,9 +39,8 @@ from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.ops.attention.decode_latent_qkv.call import DecodeLatentQkvCall
 from tilewright.ops.attention.decode_qkv.config import DecodeQkvSm90Forward
-from tilewright.ops.attention.decode_qkv.pallas_gpu.sm90_fwd import product_config
 from tilewright.pallas.gpu.elementwise import LANES, THREADS, load, store
-from tilewright.pallas.gpu.few_rows import TILE_ROWS, FewRows
+from tilewright.pallas.gpu.few_rows import TILE_ROWS, FewRows, unpadded_tiles
 from tilewright.pallas.gpu.kernel import compiler_params, run_kernel
 from tilewright.pallas.gpu.registers import store as store_replicated
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
@@ -59,7 +58,7 @@ def _columns(call: DecodeLatentQkvCall) -> tuple[int, int]:
 
 def _heuristic(chip: Chip, call: DecodeLatentQkvCall) -> DecodeQkvSm90Forward:
     b, d = call.x.shape
-    return product_config(chip, b, d, _columns(call))
+    return DecodeQkvSm90Forward(*unpadded_tiles(chip, b, d, _columns(call)))
 
 
 def _unsupported_reason(call: DecodeLatentQkvCall, launch: Launch) -> str | None:

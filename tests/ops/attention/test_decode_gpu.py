@@ -113,6 +113,44 @@ def test_other_stages_and_splits(config: DecodeSm90Forward) -> None:
     assert_right([300, 3], s=300, h=4, d=16, config=config)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # Unequal lengths, equal ones, and none.
+        pytest.param({"lengths": [70, 0, 200, 3, 129, 70], "s": 200, "h": 4, "kv": 2, "d": 16}, id="groups_of_2"),
+        pytest.param({"lengths": [90] * 3, "s": 90, "h": 2, "d": 32}, id="equal"),
+        pytest.param({"lengths": [0] * 5, "s": 90, "h": 2, "d": 32}, id="zeros"),
+        pytest.param(
+            {"lengths": [9, 200, 65], "s": 200, "h": 8, "d": 16, "t": 2, "options": {"window": 70}}, id="tokens_window"
+        ),
+        pytest.param({"lengths": [9, 200, 65], "s": 200, "h": 2, "d": 16, "page": 16}, id="pages"),
+        pytest.param({"lengths": [3, 300], "s": 300, "h": 4, "d": 16, "splits": 2}, id="splits"),
+    ],
+)
+def test_long_sequences_first(arguments: dict) -> None:
+    assert_right(config=DecodeSm90Forward(64, 3, arguments.pop("splits", 1), longest_first=True), **arguments)
+
+
+@pytest.mark.slow
+def test_bits_do_not_depend_on_the_order_of_sequences() -> None:
+    """Which sequence a thread block takes depends on all lengths, also on those out of range; its sums do not."""
+    q, k, v, lengths, _ = draw([70, 0, 200, 201, 3, 129, -(2**31), 2**31 - 1, 70], s=200, h=2, d=16)
+    order = jnp.array([3, 2, 4, 8, 0, 1, 7, 5, 6])
+
+    def run(longest_first: bool, *arrays: jax.Array):
+        config = DecodeSm90Forward(64, 3, 1, longest_first=longest_first)
+        with able_to_run("pallas_gpu"):
+            return decode_attention(*arrays, return_logsumexp=True, implementation="pallas_gpu", config=config)
+
+    arrays = q, k, v, lengths
+    results = (run(True, *arrays), run(True, *(x[order] for x in arrays)), run(False, *arrays))
+    for got, other, wanted in zip(*(jax.tree.map(np.float32, given) for given in results), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(other, wanted[order])
+        assert np.flatnonzero(np.isnan(got.reshape(9, -1)).any(axis=1)).tolist() == [3, 6, 7]
+
+
 _SINKS = {"sinks": np.linspace(-1, 2, 6, dtype=np.float32)}
 
 
@@ -263,6 +301,12 @@ def structs(b=2, t=1, s=256, h=8, kv=2, d=64, dtype="bfloat16", page=None, pages
         ("h200", {"page": 192}, DecodeSm90Forward(128, 2, 1), r"pages of 192 keys .* a block of 128 keys"),
         (
             "h200",
+            {"b": 129},
+            DecodeSm90Forward(64, 3, 1, longest_first=True),
+            r"longest_first with B=129 and .*: at most 128 sequences of \d+ keys .*; use longest_first=False",
+        ),
+        (
+            "h200",
             {"d": 256},
             DecodeSm90Forward(64, 4, 1),
             r"its decode kernel needs about 2\d\d KiB of shared memory for .* D=256 .* has 227; use fewer stages",
@@ -348,7 +392,11 @@ def test_several_tokens_are_laid_out_and_back(splits: int) -> None:
         # As measured: see docs/measurements. Two thread blocks per multiprocessor, 264 in all.
         (1, 32768, 128, DecodeSm90Forward(64, 3, 31)),
         (16, 8192, 128, DecodeSm90Forward(64, 3, 2)),
-        (64, 8192, 128, DecodeSm90Forward(64, 3, 1)),
+        # More than run at a time: long sequences first, up to 128.
+        (64, 8192, 128, DecodeSm90Forward(64, 3, 1, longest_first=True)),
+        (40, 1088, 128, DecodeSm90Forward(64, 3, 3, longest_first=True)),
+        (128, 1088, 128, DecodeSm90Forward(64, 3, 1, longest_first=True)),
+        (256, 1088, 128, DecodeSm90Forward(64, 3, 1)),
         # Narrower heads have more stages; with wide ones a thread block has a multiprocessor to itself.
         (16, 8192, 64, DecodeSm90Forward(64, 6, 2)),
         (16, 8192, 256, DecodeSm90Forward(64, 3, 1)),

@@ -78,6 +78,7 @@ CASES: tuple[Case, ...] = (
     _case("grouped", 3, 1, 300, (8, 2), 64, small=True),
     _case("few_tokens", 2, 3, 200, (4, 2), 64, 32, window=90, sinks=True, soft_cap=5.0, small=True),
     _case("llama_8k", 16, 1, 8192, (32, 8), 128),
+    _case("qwen3_1k", 64, 1, 1088, (16, 8), 128),
     _case("odd", 2, 1, 40, (2, 1), 8, page=16, small=True),
     _case("grouped", 3, 2, 300, (8, 2), 64, page=16, small=True),
     _case("window", 2, 1, 200, (4, 4), 128, page=32, window=50, sinks=True, small=True),

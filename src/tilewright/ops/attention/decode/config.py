@@ -48,6 +48,8 @@ class DecodeSm90Forward(Config):
     """Splits that the combine kernel loads at a time: loads in flight, at four registers of a thread each."""
     combine_block_v: int = 32
     """Value channels of a thread block of the combine kernel: B1 KV8 D128 has 32 blocks."""
+    longest_first: bool = False
+    """Whether thread blocks take sequences from the longest to the shortest, for at most 128, or as they come."""
 
     def __post_init__(self) -> None:
         if self.block_k not in _SM90_BLOCKS:

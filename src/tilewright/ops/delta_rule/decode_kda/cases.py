@@ -69,6 +69,7 @@ def _case(
         # Its products are of bfloat16 operands.
         rounded=("memory", *(f"d {of}" for of in ("A_log", "dt_bias", "norm", "memory"))),
         small=small,
+        in_place=("q_state", "k_state", "v_state", "memory"),
     )
 
 

@@ -17,13 +17,17 @@ so that both second factors, 64 KB of a head, are read once for them. It goes th
 sequences:
 
 1. The vectors of a head: sums of splits, convolutions, lengths, beta. They go to shared memory, since what is computed
-   along the columns of a tile is used along the rows of another one. Every warp computes them, so that sums over a head
-   need no other warp. beta is computed here since Wb has one column per head, and the product takes tiles of 128.
+   along the columns of a tile is used along the rows of another one. A warp has a sequence of its own where four of them
+   are in the block, so that sums over a head need no other warp, and all of them wait for memory at the same time; with
+   fewer, several warps compute the same. beta is computed here since Wb has one column per head, and the product takes
+   tiles of 128.
 2. The products with the second factors, which a thread block holds in registers, and their gates.
 3. S, 64 KB per sequence: a bulk copy brings it to shared memory while the previous one is in registers. A warp has 32 rows
    of it, and a thread 4 adjacent columns of these. The sums over rows are inside a thread and then over 4 warps.
 
 `rows` is such that all thread blocks run at once, two per multiprocessor: one waits for memory while the other computes.
+Everything that a block reads once is loaded before its first barrier, and the first S is copied as soon as `layer` is
+known: by count, phases 1 and 2 take about as long as the first copies of all multiprocessors.
 
 All states are updated in place: under `donate_argnums` and in a loop nothing is copied. A layer outside of the stack is not
 written.
@@ -32,10 +36,15 @@ Numerics: float32 from the products' sums to the results. Only y, and what convo
 bfloat16. The sigmoids and the softplus are those of pallas/gpu/elementwise.py, within 2 or 3 units in the last place. The
 order of sums is fixed: the same bits in every run.
 
+Tried and dropped (an H200, H 16, D 2048): the sequences of a block one after the other in phase 1, each with loads of its
+own, and the loads of norm and dt_bias where they are used: 46.4 us at batch 64 and 7.7 us at batch 1 for the second
+kernel, of which S takes 28 us and 0.4 us.
+
 Limits: Hopper only. bfloat16 only. Up to 64 sequences. K = R = 128, D a multiple of 128.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +68,7 @@ _HEAD = 128
 """Channels of a head, and the rank of the gates: the threads of a block, or 4 channels for each lane of a warp."""
 _WARPS = THREADS // LANES
 _VECTOR = _HEAD // LANES  # Channels of a thread: 16 bytes of float32, the widest access.
+_PRODUCTS = 5  # Vectors of a sequence and head that the first kernel computes.
 _BLOCKS_PER_PROCESSOR = 2  # Registers and shared memory for a tile of 64 KB each.
 
 _SQUARE = plgpu.Layout.TILED(
@@ -69,13 +79,17 @@ _SQUARE = plgpu.Layout.TILED(
 )
 """[K, K]: 32 adjacent rows per warp, 4 adjacent columns per lane."""
 _PER_ROW, _PER_COLUMN = _SQUARE.reduce(1), _SQUARE.reduce(0)
-_VECTOR_OF_HEAD = plgpu.Layout.TILED(
-    plgpu.Tiling(((1, _HEAD), (_VECTOR,))),
-    warp_dims=(plgpu.Replicated(_WARPS),),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
-"""[1, K]: every warp has all of it, 4 adjacent channels per lane."""
+
+
+def _vectors(count: int) -> Any:
+    """A layout of [count, K] for a count of 1, 2 or 4: a warp has one of the rows, 4 adjacent channels per lane."""
+    own = () if count == 1 else (-3,)
+    copies = () if count == _WARPS else (plgpu.Replicated(_WARPS // count),)
+    tiling = plgpu.Tiling(((count, _HEAD), (_VECTOR,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(*own, *copies), lane_dims=(-2,), vector_dim=-1)
+
+
+_VECTOR_OF_HEAD, _VECTOR_PER_WARP = _vectors(1), _vectors(_WARPS)
 _COLUMN = plgpu.Layout.TILED(
     plgpu.Tiling(((THREADS, 1), (LANES, 1))),
     warp_dims=(-4,),
@@ -115,12 +129,21 @@ def _products(call: DecodeKdaCall, launch: Launch) -> FewRows:
     return FewRows(chip=launch.chip, m=m, k=k, columns=_columns(call), **sizes)
 
 
-def _scratch(rows: int) -> dict[str, Any]:
-    """A memory, and the vectors of each sequence that all warps need."""
+def _group(call: DecodeKdaCall, rows: int) -> int:
+    """Sequences of a thread block whose vectors are computed at once, each by a warp of its own. They are in one stack."""
+    return math.gcd(rows, call.memory.shape[1], _WARPS)
+
+
+def _scratch(call: DecodeKdaCall, config: DecodeKdaSm90Forward) -> dict[str, Any]:
+    """A memory, the vectors of each sequence that all warps need, and sums of splits."""
     vectors = ("q", "k", "v", "beta", "decay", "gate")
+    sums = plgpu.SMEM((_PRODUCTS, _WARPS, _HEAD), jnp.float32)
     return {
         "memory_smem": plgpu.SMEM((_HEAD, _HEAD), jnp.float32),
-        **{f"{name}_smem": plgpu.SMEM((rows, _HEAD), jnp.float32) for name in vectors},
+        **{f"{name}_smem": plgpu.SMEM((config.rows, _HEAD), jnp.float32) for name in vectors},
+        "beta_proj_smem": plgpu.SMEM(call.x.shape[1:], jnp.float32),
+        # Each warp adds up some of the splits: for a single sequence, each would read all of them otherwise.
+        "sums_smem": sums if config.rows == 1 and config.splits % _WARPS == 0 else None,
         "full": plgpu.Barrier(num_arrivals=1),
     }
 
@@ -136,15 +159,15 @@ def _of_head(vector: jax.Array) -> jax.Array:
 
 
 def _sums(x: jax.Array) -> jax.Array:
-    """The sum of [1, K], along it."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(jnp.sum(x, axis=1), x.shape, [0]), _VECTOR_OF_HEAD)
+    """The sums of the rows of [1, K], [2, K] or [4, K], along them."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(jnp.sum(x, axis=1), x.shape, [0]), _vectors(x.shape[0]))
 
 
 def _finish_kernel(
     *,
     # inputs
     z_ref,  # [splits, B, 3 H + 2, K] float32: the products, those of the first factors at the end
-    x_ref,  # [B, D, 1]
+    x_ref,  # [B, D]
     q_conv_ref,  # [W, H, K]
     k_conv_ref,  # [W, H, K]
     v_conv_ref,  # [W, H, K]
@@ -169,6 +192,8 @@ def _finish_kernel(
     beta_smem,  # [rows, K], equal along K
     decay_smem,  # [rows, K]: what is multiplied with decay_up, and then the decays themselves
     gate_smem,  # [rows, K]: likewise with gate_up
+    beta_proj_smem,  # [D]
+    sums_smem,  # [5, 4, K], or None: a warp's sums of splits
     full,
     # static
     call: DecodeKdaCall,
@@ -180,18 +205,20 @@ def _finish_kernel(
     own = pl.ds(head, 1)
     layer = jnp.int32(0) if layer_ref is None else layer_ref[0]
     is_there, nearest = (layer >= 0) & (layer < call.layers), jnp.clip(layer, 0, call.layers - 1)
+    group = _group(call, rows)
+    vectors = _vectors(group)
 
-    def each_row(body: Callable[[Any], None]) -> None:
-        """Calls the body with the number of each sequence of this thread block."""
-        if rows == 1:
+    def each_row(body: Callable[[Any], None], step: int = 1) -> None:
+        """Calls the body with the number of each sequence of this thread block, or of the first one of each `step`."""
+        if rows == step:
             body(0)
             return
 
-        def step(row: Any, carry: tuple[()]) -> tuple[()]:
-            body(row)
+        def turn(n: Any, carry: tuple[()]) -> tuple[()]:
+            body(n * step)
             return carry
 
-        lax.fori_loop(0, jnp.minimum(rows, b - first), step, ())
+        lax.fori_loop(0, lax.div(jnp.minimum(rows, b - first), step), turn, ())
 
     def place(row: Any) -> tuple[Any, Any]:
         """The layer and the row of a sequence in the stacks."""
@@ -205,49 +232,82 @@ def _finish_kernel(
         """A vector in shared memory."""
         return plgpu.load(ref.at[row], layout=layout, optimized=False)
 
-    fetch(0)
-    # Loads that do not wait for each other come before the first use of one.
+    def products_of(row: Any) -> tuple[list[list[jax.Array]], jax.Array]:
+        """Parts of the sums of a group's five products, [group, K] each, and x, [group, D]."""
+        slots = head, heads + head, 2 * heads + head, 3 * heads, 3 * heads + 1
+        own_rows = pl.ds(first + row, group)
+        x = load(x_ref.at[own_rows], vectors)
+        if sums_smem is None:
+            return [[load(z_ref.at[n, own_rows, slot], vectors) for n in range(splits)] for slot in slots], x
+        quarters = [pl.ds(n, _WARPS) for n in range(0, splits, _WARPS)]
+        return [[load(z_ref.at[n, first + row, slot], _VECTOR_PER_WARP) for n in quarters] for slot in slots], x
+
+    def inputs_of(row: Any) -> list[list[jax.Array]]:
+        """What each convolution has of the tokens before, [group, K] for each of W-1."""
+        refs = q_state_ref, k_state_ref, v_state_ref
+        return [[load(tap_of(ref, row, tap), vectors) for tap in range(width - 1)] for ref in refs]
+
+    def of_group(vector: jax.Array) -> jax.Array:
+        """A vector [K] as float32 for each sequence of a group."""
+        wide = vector.astype(jnp.float32)
+        return plgpu.layout_cast(lax.broadcast_in_dim(wide, (group, _HEAD), [1]), vectors)
+
+    def tap_of(ref: Any, row: Any, tap: int) -> Any:
+        of_layer, at = place(row)
+        return ref.at[of_layer, pl.ds(at, group), tap, head]
+
+    # Loads come before the first use of one, and those that do not wait for `layer` before those that do.
     vector = functools.partial(load, layout=_VECTOR_OF_HEAD)
-    decay_up, gate_up = (load(ref.at[:, head], _SQUARE) for ref in (decay_up_ref, gate_up_ref))  # [R, K]
+    first_products = products_of(0) if rows == group else None
     beta_proj = load(beta_proj_ref.at[:, own], _COLUMN).astype(jnp.float32)  # [D, 1]
-    convolutions = [
-        (state_ref, [vector(conv_ref.at[tap, own]).astype(jnp.float32) for tap in range(width)])  # [1, K] each
-        for state_ref, conv_ref in ((q_state_ref, q_conv_ref), (k_state_ref, k_conv_ref), (v_state_ref, v_conv_ref))
+    filters = [
+        [load(ref.at[tap, head], vectors.reduce(0)) for tap in range(width)]  # [K] each
+        for ref in (q_conv_ref, k_conv_ref, v_conv_ref)
     ]
+    per_column = functools.partial(plgpu.load, layout=_PER_COLUMN, optimized=False)
+    bias = per_column(dt_bias_ref.at[head]).astype(jnp.float32)  # [K]
+    logs = A_log_ref[head] if len(A_log_ref.shape) == 1 else per_column(A_log_ref.at[head])
+    norm = vector(norm_ref).astype(jnp.float32)  # [1, K]
+    fetch(0)
+    decay_up, gate_up = (load(ref.at[:, head], _SQUARE) for ref in (decay_up_ref, gate_up_ref))  # [R, K]
+    if first_products is not None and sums_smem is not None:
+        for n, each in enumerate(first_products[0]):
+            store(sums_smem.at[n], functools.reduce(jnp.add, each), _VECTOR_PER_WARP)
+    store(beta_proj_smem, jnp.sum(beta_proj, axis=1), _COLUMN.reduce(1))
+    plgpu.commit_smem()
+    first_inputs = inputs_of(0) if rows == group else None
 
     def compute_vectors(row: Any) -> None:
-        slots = head, heads + head, 2 * heads + head, 3 * heads, 3 * heads + 1
-        parts = [[vector(z_ref.at[n, first + row, pl.ds(slot, 1)]) for n in range(splits)] for slot in slots]
-        inputs = [
-            [vector(state_ref.at[(*place(row), tap, own)]) for tap in range(width - 1)] for state_ref, _ in convolutions
-        ]
-        x = load(x_ref.at[first + row], _COLUMN).astype(jnp.float32)  # [D, 1]
-        *projected, decay, gate = (functools.reduce(jnp.add, each) for each in parts)  # [1, K] each
+        parts, x = first_products or products_of(row)
+        inputs = first_inputs or inputs_of(row)
+        if sums_smem is not None:
+            parts = [[vector(sums_smem.at[n, pl.ds(warp, 1)]) for warp in range(_WARPS)] for n in range(_PRODUCTS)]
+        *projected, decay, gate = (functools.reduce(jnp.add, each) for each in parts)  # [group, K] each
         convolved = []
-        for new, before, (_, filters) in zip(projected, inputs, convolutions, strict=True):
+        for new, before, own_filters in zip(projected, inputs, filters, strict=True):
             taps = [*(each.astype(jnp.float32) for each in before), new]
-            y = functools.reduce(jnp.add, [tap * filter_ for tap, filter_ in zip(taps, filters, strict=True)])
-            convolved.append(y * sigmoid(y, _VECTOR_OF_HEAD))
+            y = functools.reduce(jnp.add, [tap * of_group(each) for tap, each in zip(taps, own_filters, strict=True)])
+            convolved.append(y * sigmoid(y, vectors))
         q, k, v = convolved
         q, k = unit_length(q, _sums) * _HEAD**-0.5, unit_length(k, _sums)
-        beta = lax.broadcast_in_dim(jnp.sum(x * beta_proj, axis=0), (1, _HEAD), [0])
-        beta = sigmoid(plgpu.layout_cast(beta, _VECTOR_OF_HEAD), _VECTOR_OF_HEAD)
+        weights = plgpu.load(beta_proj_smem, layout=vectors.reduce(0), optimized=False)  # [D]
+        weights = plgpu.layout_cast(lax.broadcast_in_dim(weights, x.shape, [1]), vectors)
+        beta = jnp.sum(x.astype(jnp.float32) * weights, axis=1)  # [group]
+        beta = sigmoid(plgpu.layout_cast(lax.broadcast_in_dim(beta, q.shape, [0]), vectors), vectors)
         refs = q_smem, k_smem, v_smem, beta_smem, decay_smem, gate_smem
         for ref, value in zip(refs, (q, k, v, beta, decay, gate), strict=True):
-            store(ref.at[pl.ds(row, 1)], value, _VECTOR_OF_HEAD)
+            store(ref.at[pl.ds(row, group)], value, vectors)
         # Every warp has read the inputs of the convolutions before one of them writes.
         plgpu.commit_smem()
 
         @pl.when(is_there)
         def _():
-            for new, before, (state_ref, _) in zip(projected, inputs, convolutions, strict=True):
-                for tap, value in enumerate((*before[1:], new.astype(state_ref.dtype))):
-                    store(state_ref.at[(*place(row), tap, own)], value, _VECTOR_OF_HEAD)
+            refs = q_state_ref, k_state_ref, v_state_ref
+            for ref, new, before in zip(refs, projected, inputs, strict=True):
+                for tap, value in enumerate((*before[1:], new.astype(ref.dtype))):
+                    store(tap_of(ref, row, tap), value, vectors)
 
-    each_row(compute_vectors)
-    per_column = functools.partial(plgpu.load, layout=_PER_COLUMN, optimized=False)
-    bias = per_column(dt_bias_ref.at[head]).astype(jnp.float32)  # [K]
-    logs = A_log_ref[head] if len(A_log_ref.shape) == 1 else per_column(A_log_ref.at[head])
+    each_row(compute_vectors, group)
     rate = jnp.exp(logs.astype(jnp.float32))
 
     def product(smem: Any, row: Any, up: jax.Array) -> jax.Array:
@@ -265,7 +325,6 @@ def _finish_kernel(
     each_row(compute_decay)
     each_row(compute_gate)
     plgpu.commit_smem()
-    norm = vector(norm_ref).astype(jnp.float32)  # [1, K]
 
     def update_memory(row: Any) -> None:
         keys = _along(of_row(k_smem, row, _PER_ROW), 0)  # [K, K]
@@ -300,7 +359,7 @@ def _forward(call: DecodeKdaCall, launch: Launch, *, save: bool) -> tuple[tuple[
         name="decode_kda",
         inputs={
             "z": z.reshape(-1, b, 3 * heads + 2, channels),
-            "x": call.x.reshape(b, d, 1),
+            "x": call.x,
             **{name: getattr(call, name) for name in ("q_conv", "k_conv", "v_conv", "decay_up", "A_log", "dt_bias")},
             "beta_proj": call.beta_proj,
             "gate_up": call.gate_up,
@@ -309,7 +368,7 @@ def _forward(call: DecodeKdaCall, launch: Launch, *, save: bool) -> tuple[tuple[
             **states,
         },
         outputs={"y": jax.ShapeDtypeStruct((b, heads, channels), call.x.dtype)},
-        scratch=_scratch(rows),
+        scratch=_scratch(call, launch.config),
         grid={"head": heads, "row": pl.cdiv(b, rows)},
         params=compiler_params(approximate_math=False),
     )
@@ -319,7 +378,7 @@ def _forward(call: DecodeKdaCall, launch: Launch, *, save: bool) -> tuple[tuple[
 def _memory(call: DecodeKdaCall, launch: Launch) -> dict[str, int]:
     return {
         "products": _products(call, launch).memory,
-        "decode": smem_bytes(_scratch(launch.config.rows), reductions=True),
+        "decode": smem_bytes(_scratch(call, launch.config), reductions=True),
     }
 
 

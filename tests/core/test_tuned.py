@@ -98,9 +98,11 @@ def test_a_nearby_config_that_does_not_fit_is_passed_over(folder: Path) -> None:
 
 
 def test_a_heuristic_that_nothing_beats_is_not_lent_to_other_sizes(folder: Path) -> None:
-    config = LinearCrossEntropyXlaForward(32, 128)
+    config, own = LinearCrossEntropyXlaForward(32, 128), explained(200).forward.config
     write(folder, entry(256, config, seconds=1.000004e-3, heuristic_s=1.000004e-3))
-    assert explained(256).forward.config_source == "tuned"
+    # Its bucket has other lengths, too, and each keeps its own heuristic's.
+    decision = explained(200).forward
+    assert (decision.config, decision.config_source) == (own, "tuned")
     assert explained(512).forward.config_source == "heuristic"
     write(folder, entry(256, config, seconds=1e-3, heuristic_s=1.1e-3))
     assert explained(512).forward.config_source == "tuned nearby"

@@ -41,10 +41,10 @@ def rows(report: Report, name: str, table: int = 0) -> list[dict[str, str]]:
 
 def test_every_kind_of_file_is_read_and_what_is_none_is_noted(records: Path) -> None:
     found = read_files([records])
-    assert (len(found.entries), len(found.checks), len(found.trials)) == (18, 1, 7)
+    assert (len(found.entries), len(found.checks), len(found.trials)) == (18, 1, 8)
     assert {entry.kind for entry in found.entries} == {"measured", "estimate"}
     assert len(found.unread) == 1  # A line that a killed process left unfinished.
-    assert found.unread[0].startswith(f"{records / 'tune.jsonl'}:8: Unterminated string")
+    assert found.unread[0].startswith(f"{records / 'tune.jsonl'}:9: Unterminated string")
     assert [Path(name).name for name in found.files] == ["bench.jsonl", "compiled.json", "tune.jsonl"]
 
 
@@ -115,6 +115,16 @@ def test_tuning_counts_no_candidate_that_is_wrong(report: Report) -> None:
     assert [row["verdict"] for row in rows(report, "tuning", 1)] == ["crash", "wrong"]
 
 
+def test_a_search_that_was_not_ended_has_no_gain(tmp_path: Path) -> None:
+    """The least time of its trials may be that of a quiet moment."""
+    records = write_records(tmp_path)[1]
+    lines = [line for line in records.read_text().splitlines() if '"chosen"' not in line]
+    records.write_text("".join(f"{line}\n" for line in lines))
+    (search,) = rows(build(read_files([records]), "A report"), "tuning")
+    assert (search["heuristic"], search["chosen"], search["gain"]) == ("2.00 ms", "", "")
+    assert search["its config"] == "none: the search was not ended"
+
+
 def test_growth_and_roofline_are_drawn(report: Report) -> None:
     (growth,) = (block for block in section(report, "growth").blocks if isinstance(block, Chart))
     assert "Layer softmax (xla): T^1.90" in growth.legend
@@ -151,7 +161,7 @@ def test_nothing_in_a_page_is_from_elsewhere_or_taken_for_markup(report: Report)
 def test_the_verb_writes_both_and_refuses_what_it_cannot_read(records: Path, tmp_path: Path) -> None:
     done = ran("report", str(records), "-o", "out", "--title", "Ours & theirs", cwd=tmp_path)
     assert done.code == 0, done
-    assert "26 records of 3 files: out/report.html, report.md" in done.stdout
+    assert "27 records of 3 files: out/report.html, report.md" in done.stdout
     assert "not read: " in done.stdout
     assert "<title>Ours &amp; theirs</title>" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "figures" / "roofline-h200.svg").read_text().startswith("<svg ")

@@ -265,6 +265,8 @@ def tune(
         try_writing(records=records)
         if tables is not None and tables.exists() and not tables.is_dir():
             raise ValueError(f"--tables {tables} is a file; name a folder, which may not exist yet")
+        # A file of its own: another tuner may be writing to a table.
+        try_writing(tables=(tables or tuned.user_tables()) / f".tried-{os.getpid()}")
     if not asked.chips:
         leave_room()
     device = default_device()

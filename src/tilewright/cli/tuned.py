@@ -53,6 +53,8 @@ def tuned(
         chip = None if missing is None else Chip.named(missing)
         if merge is not None and missing is not None:
             raise ValueError("--merge takes entries and --missing lists what has none; leave one of them out")
+        if tables is not None and tables.exists() and not tables.is_dir():
+            raise ValueError(f"--tables {tables} is a file; name a folder of tables, with a folder per chip")
     if merge is not None:
         _merge(merge, tables or tables_of.user_tables(), ops)
         return

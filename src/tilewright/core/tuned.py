@@ -192,7 +192,9 @@ def parse_table(text: str, op: str | None = None, chip: str | None = None) -> tu
         raise DamagedTable(f"its schema is {data.get('schema')!r} and this version reads {SCHEMA}")
     for name, wanted in (("op", op), ("chip", chip)):
         if not isinstance(data.get(name), str) or wanted not in (None, data[name]):
-            raise DamagedTable(f"it is for {name} {data.get(name)!r}, not {wanted!r}")
+            if data.get(name) is None:
+                raise DamagedTable(f"it does not say which {name} it is for")
+            raise DamagedTable(f"it is for {name} {data[name]!r}" + ("" if wanted is None else f", not {wanted!r}"))
     entries: list[Entry] = []
     wrong: list[str] = []
     for place, each in enumerate(data["entries"]):
@@ -236,11 +238,14 @@ class Found:
     exact: bool
 
     def config_with(self, heuristic: Callable[[], Config]) -> Config | None:
-        """The config for a call whose heuristic's config `heuristic` computes, which a call's own entry does not need.
+        """The config for a call whose heuristic's config `heuristic` computes.
 
-        None where what tuning changed nearby is not valid with it.
+        Where the search of the call's bucket kept the heuristic's, it is that of this call: a bucket has other lengths than
+        the one that was timed. None where what tuning changed nearby is not valid with the heuristic's.
         """
         tuned_from = self.entry.heuristic
+        if self.exact and not self.entry.is_gain:
+            return heuristic()
         if self.exact or tuned_from is None:
             return self.config
         changed = {name: value for name, value in self.entry.config.items() if value != tuned_from.get(name)}

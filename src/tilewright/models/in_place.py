@@ -18,7 +18,7 @@ from tilewright.ops.norm.api import rms_norm
 
 _MOST_UNROLLED = 4
 """Blocks of a turn of the loop over layers, where a token is computed by kernels. A turn costs about 2 us on an H200, next
-to 55 us for a block of Qwen3-1.7B; all 28 of its blocks in one turn save 70 us a token, and compile 4 s longer."""
+to 55 us for a block of Qwen3-1.7B. With 7 of its blocks a turn, 64 rows take as long; with all 28, 1 % longer."""
 
 
 def run_in_place(

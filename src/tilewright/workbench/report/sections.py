@@ -552,8 +552,8 @@ def _tuning(trials: Sequence[Trial]) -> Section | None:
         verdicts: dict[str, int] = {}
         for trial in tried:
             verdicts[trial.verdict] = verdicts.get(trial.verdict, 0) + 1
-        best = min(counted, key=lambda trial: trial.seconds or math.inf, default=None)
-        chosen = next((trial for trial in reversed(those) if trial.verdict == "chosen"), best)
+        # Without one the search was not ended: the least time of a trial may be that of a quiet moment.
+        chosen = next((trial for trial in reversed(those) if trial.verdict == "chosen"), None)
         # Both were timed in turns at the end; the first trial was timed when the device may have been in another state.
         beside = None if chosen is None else chosen.heuristic_s
         begun = beside or (counted[0].seconds if counted else None)
@@ -568,7 +568,7 @@ def _tuning(trials: Sequence[Trial]) -> Section | None:
             _time(begun, estimate=estimate),
             _time(None if chosen is None else chosen.seconds, estimate=estimate),
             Cell() if gain is None else Cell(f"{gain:.2f}x", gain, "good" if gain > 1 else ""),
-            Cell("" if chosen is None else chosen.config),
+            Cell("none: the search was not ended" if chosen is None else chosen.config),
         )
         rows.append(Row(cells, _facets(first)))
         if len(counted) >= _LEAST_LENGTHS:
@@ -579,7 +579,7 @@ def _tuning(trials: Sequence[Trial]) -> Section | None:
         return None
     columns = ("kind", "what", "search", "chip", "tried", "heuristic", "chosen", "gain", "its config")
     table = Table("tuning", columns, tuple(rows), right=columns[4:8])
-    wrong = [trial for trial in trials if not trial.counts and trial.verdict != "chosen"]
+    wrong = [trial for trial in trials if not trial.counts and trial.verdict not in ("chosen", "same")]
     failed = Table(
         "dropped",
         ("what", "config", "verdict", "reason"),

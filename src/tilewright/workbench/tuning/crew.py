@@ -196,5 +196,6 @@ class Crew:
             finally:
                 worker.close()
         raise RuntimeError(
-            f"{self.name}: the expected results could not be computed ({'; then '.join(reasons)}); use a smaller case"
+            f"{self.name}: the expected results could not be computed ({'; then '.join(reasons)}); use a smaller case, or "
+            "a larger --limit"
         )

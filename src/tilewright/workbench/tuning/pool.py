@@ -167,7 +167,7 @@ class Worker:
         """Ends the process where it has hung or taken too much memory."""
         if time.monotonic() - self._asked > limit_s:
             self.close()
-            return WorkerFailed("hung", f"it was ended after {limit_s:.0f} s")
+            return WorkerFailed("hung", f"it was ended after {limit_s:g} s")
         used = self._resident_bytes()
         if used > self._memory_bytes:
             self.close()

@@ -19,7 +19,8 @@ Numerics: float32 sums, rounded once. The same bits in every run.
 Limits: Hopper only. bfloat16 only. Up to 64 rows; others than 1 and multiples of 8 are padded. C, R, X and what follows C
 in x are multiples of 64.
 
-Measured: not yet.
+Measured on an H200 in a model, H 16, R 512, C = V 128, E 64: queries 3.5 us at batch 64 and 2.3 us at batch 1, values 3.3
+and 2.5 us.
 """
 
 import functools

@@ -22,7 +22,8 @@ Numerics: float32 from the products' sums to the results, which are rounded once
 Limits: Hopper only. bfloat16 only. Up to 64 sequences. D a multiple of 64, H C and N multiples of 128, N up to 1,024, and
 K - N a multiple of 32, up to 256.
 
-Measured: not yet.
+Measured on an H200 in a model, D 2048, H 16, C 192, K 576: the products take 6.7 us at batch 64 and 5.8 us at batch 1, the
+second kernel 2.0 and 1.6 us.
 """
 
 import functools

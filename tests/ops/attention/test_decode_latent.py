@@ -77,6 +77,7 @@ def assert_right(lengths, config=None, value_dim=64, **shape) -> None:
     assert_close(got[taken], plain[taken], oracle[taken], "out")
 
 
+@pytest.mark.slow
 def test_unequal_lengths_in_splits() -> None:
     """No tokens, one, a block, a full cache, and one token more than it has room for. Some splits are empty."""
     assert_right([0, 1, 64, 72, 73], DecodeLatentSm90Forward(2, 2), s=72, d=128)

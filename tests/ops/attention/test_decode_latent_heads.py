@@ -12,6 +12,8 @@ from tilewright import absorb_queries, decode_latent_attention, expand_values, f
 from tilewright.ops.attention.decode_latent_heads.call import LatentHeadsCall
 from tilewright.ops.attention.decode_latent_heads.cases import _case
 
+pytestmark = pytest.mark.slow
+
 
 class HeadsContract(OpContract):
     call_type = LatentHeadsCall

@@ -16,6 +16,8 @@ from tilewright import decode_latent_qkv, matmul, rms_norm
 from tilewright.ops.attention.decode_latent_qkv.call import DecodeLatentQkvCall
 from tilewright.ops.attention.decode_latent_qkv.cases import _case
 
+pytestmark = pytest.mark.slow
+
 
 class TestDecodeLatentQkv(OpContract):
     op_name = "decode_latent_qkv"

@@ -27,6 +27,7 @@ class TestDecodeQkv(OpContract):
     whole_letter = "D"
     mesh_case = _case("mesh", 4, 64, 4, (8, 8), 64)
     default_case = "plain"
+    interpreted_slowly = frozenset({"pallas_gpu"})
 
     @classmethod
     def output_specs(cls, outputs: tuple, cut: dict) -> tuple[PartitionSpec, ...]:

@@ -73,7 +73,7 @@ class TestDeltaRule(DeltaRuleContract):
 class TestGatedDeltaRule(DeltaRuleContract):
     op_name = "gated_delta_rule"
     properties_in_default_tier = True
-    interpreted_slowly = frozenset({"pallas_tpu"})  # TPU kernels are the same as those of `kda`.
+    interpreted_slowly = frozenset({"pallas_gpu", "pallas_tpu"})  # Kernels are the same as those of `kda`, or near.
 
 
 class TestKda(DeltaRuleContract):

@@ -31,6 +31,7 @@ def with_parts(case: Case) -> Case:
 
 class TestContract(OpContract):
     op_name = "grouped_matmul"
+    interpreted_slowly = frozenset({"pallas_gpu"})
     call_type = GroupedMatmulCall
     batched = False
     cuts: ClassVar = {"columns": {"N": "y"}}

@@ -52,7 +52,6 @@ class DecodeContract(OpContract):
 
 class TestDecode(DecodeContract):
     op_name = "decode_attention"
-    wrapper_is_interpreted = True
 
     def replace_later(self, arrays: dict, other: dict, t: int) -> dict:
         beyond = jnp.arange(arrays["k"].shape[1])[None, :] >= arrays["lengths"][:, None]

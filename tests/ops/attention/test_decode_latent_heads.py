@@ -20,7 +20,7 @@ class HeadsContract(OpContract):
     shared = ("kv_up",)
     whole_letter = "R"
     not_taken = frozenset({("pallas_gpu", "odd")})
-    interpreted_slowly = frozenset({"pallas_gpu"})
+    values_are_slow = True
 
 
 class TestAbsorbQueries(HeadsContract):

@@ -27,7 +27,7 @@ class TestDecodeLatentQkv(OpContract):
     cuts: ClassVar = {"batch": {"B": "x"}}
     mesh_case = _case("mesh", 4, 64, 4, (4, 64), 160, 128)
     not_taken = frozenset({("pallas_gpu", "odd")})
-    interpreted_slowly = frozenset({"pallas_gpu"})
+    values_are_slow = True
 
     @classmethod
     def output_specs(cls, outputs: tuple, cut: dict) -> tuple[PartitionSpec, ...]:

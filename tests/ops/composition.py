@@ -530,3 +530,14 @@ def _unsharded(contract: type[Composition], implementation: str) -> dict[str, np
     arrays, cotangents = contract.drawn(implementation)
     with able_to_run(implementation, plain=True):
         return dict(jax.jit(contract.function(implementation))(arrays, cotangents).items())
+
+
+def assert_the_kernel_refuses(op, arguments, text):
+    """On an H200, and that the op then takes the reference, which the refusal names."""
+    with tilewright.target("h200"):
+        told = tilewright.explain(lambda x: op(**x, implementation="pallas_gpu"), arguments)
+        (decision,) = tilewright.explain(lambda x: op(**x), arguments).decisions
+    assert told.refusal is not None
+    assert "use implementation='reference'" in told.refusal
+    assert decision.implementation == "reference"
+    assert re.search(text, told.refusal), told.refusal

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from tilewright.core.arguments import shown
 from tilewright.core.call import Call
 
 _C = TypeVar("_C", bound="StackedCall")
@@ -49,3 +52,17 @@ class StackedCall(Call):
     def layers(self) -> int:
         """The layers in the stack of each of them."""
         return getattr(self, self.stacks[0]).shape[0] // self.joined
+
+
+def check_layer(layer: Any, name: str, array: jax.Array, stack: str, single: str) -> None:
+    """Raises where `layer` does not pick one of a stack, whose axes are those of `stack` ("[L, B, S]"), or where there is
+    none to pick. `single`: what is said of an array of one layer.
+    """
+    is_stack = array.ndim == stack.count(",") + 1
+    is_index = layer is not None and jnp.ndim(layer) == 0 and jnp.issubdtype(jnp.result_type(layer), jnp.integer)
+    if is_stack != (layer is not None) or (layer is not None and not is_index):
+        raise ValueError(
+            f"layer={layer!r} and {name} is {shown(array)}; a stack {stack} needs the number of a layer, and a {single}"
+        )
+    if isinstance(layer, int | np.integer) and not 0 <= layer < array.shape[0]:
+        raise ValueError(f"layer={layer} is not a layer of {name} {shown(array)}; use 0 to {array.shape[0] - 1}")

@@ -329,7 +329,7 @@ class Attention(Layer[AttentionWeights]):
         if x.shape[1] != 1 or state is None or state.length is None or state.first is not None:
             return None
         stacked, projections = isinstance(state.keys, StackedCache), (weights.q_proj, weights.k_proj, weights.v_proj)
-        caches = [cache.stack if stacked else cache for cache in (state.keys, state.values)]
+        caches = [array_of(cache) for cache in (state.keys, state.values)]
         if any(isinstance(each, QuantizedArray) or each.dtype != x.dtype for each in (*projections, *caches)):
             return None
         if any(any(explicit_axes(leaf)) for leaf in jax.tree.leaves((weights, x, state))):
@@ -427,6 +427,11 @@ def written(cache: Any, new: Float[Array, "B T *C"], length: Any) -> Any:
     if jnp.ndim(length) == 1:
         return jax.vmap(lambda row, own, at: jax.lax.dynamic_update_slice_in_dim(row, own, at, 0))(cache, new, length)
     return jax.lax.dynamic_update_slice_in_dim(cache, new, length, 1)
+
+
+def array_of(cache: Any) -> jax.Array:
+    """A cache's array: the stack of several layers' caches, or its own."""
+    return cache.stack if isinstance(cache, StackedCache) else cache
 
 
 def held(cache: Any) -> Float[Array, "B S *C"]:

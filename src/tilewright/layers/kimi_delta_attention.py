@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from tilewright.core.derivatives import forward_only
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray
-from tilewright.layers.attention import StackedCache
+from tilewright.layers.attention import StackedCache, array_of
 from tilewright.layers.delta_layer import DeltaLayer, DeltaState, Heads, decay_parameters
 from tilewright.layers.layer import Leaf, Parameter, Residual, linear, norm_weights, project, split_heads
 from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate
@@ -153,7 +153,9 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         token = self._token(weights, x, state)
         assert token is not None
         y, *after = decode_kda(**token)
-        arrays = [each.reshape(_array(before).shape) for each, before in zip(after, vars(state).values(), strict=True)]
+        arrays = [
+            each.reshape(array_of(before).shape) for each, before in zip(after, vars(state).values(), strict=True)
+        ]
         if token["layer"] is not None:
             arrays = [StackedCache(stack, token["layer"]) for stack in arrays]
         y = y.reshape(*x.shape[:2], self.heads.values)
@@ -185,8 +187,8 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
             "x": x[:, 0],
             **{name: by_head(getattr(weights, name)) for name in names},
             **{name: getattr(weights, name) for name in whole},
-            **{f"{of}_state": by_head(_array(getattr(state, f"{of}_conv"))) for of in "qkv"},
-            "memory": _array(state.memory),
+            **{f"{of}_state": by_head(array_of(getattr(state, f"{of}_conv"))) for of in "qkv"},
+            "memory": array_of(state.memory),
             "layer": layer,
             "lower_bound": self.lower_bound,
             "eps": self.eps,
@@ -221,8 +223,3 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
         if not has_kernel(**of_heads(arrays)) or tokens == 1 or batch * tokens % _TOKENS:
             return steps(**arrays)
         return forward_only(lambda given: op(**of_heads(given)), lambda given: steps(**given))(arrays)
-
-
-def _array(state: Any) -> jax.Array:
-    """An array of a state: a stack of several layers' arrays, or a single layer's."""
-    return state.stack if isinstance(state, StackedCache) else state

@@ -18,6 +18,7 @@ from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, dequantize
 from tilewright.layers.attention import (
     StackedCache,
+    array_of,
     attend_over,
     cache_positions,
     check_room,
@@ -194,7 +195,7 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         if x.shape[1] != 1 or state is None or state.latents is None or state.length is None:
             return None
         stacked = isinstance(state.latents, StackedCache)
-        cache = state.latents.stack if stacked else state.latents
+        cache = array_of(state.latents)
         projections = weights.q_proj, weights.kv_down
         if any(isinstance(each, QuantizedArray) or each.dtype != x.dtype for each in (*projections, cache)):
             return None

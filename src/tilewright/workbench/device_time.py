@@ -32,8 +32,6 @@ _NOTHING_TRACED = (
     "the profiler's trace has no kernels; on an NVIDIA GPU it needs CUPTI and the permission to use it "
     "(the driver's NVreg_RestrictProfilingToAdminUsers=0, or root)"
 )
-
-
 _NO_PROGRAMS = "the profiler's trace does not say which program a kernel is of"
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import tilewright
-from tests.ops.composition import kernels_in
+from tests.ops.composition import assert_the_kernel_refuses, kernels_in
 from tests.ops.contract import OpContract, able_to_run
 from tilewright import decode_latent_qkv, matmul, rms_norm
 from tilewright.ops.attention.decode_latent_qkv.call import DecodeLatentQkvCall
@@ -125,14 +125,7 @@ def test_an_h200_gets_two_kernels_that_work_in_place() -> None:
     ],
 )
 def test_what_the_kernel_refuses(shape: dict, text: str) -> None:
-    with tilewright.target("h200"):
-        told = tilewright.explain(lambda x: decode_latent_qkv(**x, implementation="pallas_gpu"), structs(**shape))
-        (decision,) = tilewright.explain(lambda x: decode_latent_qkv(**x), structs(**shape)).decisions
-    assert told.refusal is not None
-    assert "use implementation='reference'" in told.refusal
-    assert decision.implementation == "reference"
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(told.refusal)
+    assert_the_kernel_refuses(decode_latent_qkv, structs(**shape), text)
 
 
 @pytest.mark.parametrize(

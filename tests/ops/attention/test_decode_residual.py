@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tilewright
-from tests.ops.composition import kernels_in
+from tests.ops.composition import assert_the_kernel_refuses, kernels_in
 from tests.ops.contract import OpContract, able_to_run
 from tilewright import matmul, rms_norm
 from tilewright.configs import DecodeQkvSm90Forward
@@ -84,14 +84,7 @@ def test_an_h200_gets_two_kernels(b, padded):
     ],
 )
 def test_what_the_kernel_refuses(shape, text):
-    with tilewright.target("h200"):
-        told = tilewright.explain(lambda x: decode_residual(**x, implementation="pallas_gpu"), structs(**shape))
-        (decision,) = tilewright.explain(lambda x: decode_residual(**x), structs(**shape)).decisions
-    assert told.refusal is not None
-    assert "use implementation='reference'" in told.refusal
-    assert decision.implementation == "reference"
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(told.refusal)
+    assert_the_kernel_refuses(decode_residual, structs(**shape), text)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import tilewright
-from tests.ops.composition import kernels_in
+from tests.ops.composition import assert_the_kernel_refuses, kernels_in
 from tests.ops.contract import OpContract, able_to_run
 from tilewright import decode_kda, gated_rms_norm, kda_gate, kda_step, matmul, short_conv_step
 from tilewright.configs import DecodeKdaSm90Forward
@@ -183,14 +183,7 @@ def test_an_h200_gets_two_kernels_that_work_in_place():
     ],
 )
 def test_what_the_kernel_refuses(shape, text):
-    with tilewright.target("h200"):
-        told = tilewright.explain(lambda x: decode_kda(**x, implementation="pallas_gpu"), structs(**shape))
-        (decision,) = tilewright.explain(lambda x: decode_kda(**x), structs(**shape)).decisions
-    assert told.refusal is not None
-    assert "use implementation='reference'" in told.refusal
-    assert decision.implementation == "reference"
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(told.refusal)
+    assert_the_kernel_refuses(decode_kda, structs(**shape), text)
 
 
 @pytest.mark.parametrize(

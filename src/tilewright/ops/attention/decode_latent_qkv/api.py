@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, check_eps, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.stacked_call import check_layer
 from tilewright.ops.attention.decode_latent_qkv.call import DecodeLatentQkvCall
 from tilewright.ops.attention.decode_qkv.api import int32_lengths
 
@@ -103,14 +103,7 @@ def _call(
             )
     if lengths.shape != (b,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths is {shown(lengths)}; it must be integers [B] = [{b}]")
-    is_index = layer is not None and jnp.ndim(layer) == 0 and jnp.issubdtype(jnp.result_type(layer), jnp.integer)
-    if (latents.ndim == 4) != (layer is not None) or (layer is not None and not is_index):
-        raise ValueError(
-            f"layer={layer!r} and latents is {shown(latents)}; a stack [L, B, S, K] needs the number of a layer, and a "
-            f"single cache takes None"
-        )
-    if isinstance(layer, int | np.integer) and not 0 <= layer < latents.shape[0]:
-        raise ValueError(f"layer={layer} is not a layer of latents {shown(latents)}; use 0 to {latents.shape[0] - 1}")
+    check_layer(layer, "latents", latents, "[L, B, S, K]", "single cache takes None")
     check_eps(eps)
     stacked = latents.ndim == 4
     return DecodeLatentQkvCall(

@@ -9,7 +9,7 @@ from tilewright.ops.attention.decode_qkv.cases import lengths_below
 def _case(
     name: str, b: int, d: int, s: int, heads: tuple[int, int], k: int, n: int, *, small: bool = False, **options: Any
 ) -> Case:
-    """H heads of C channels, and latents of k channels, of which the first n are normalised, in caches with room for `s`.
+    """H heads of C channels, and latents of k channels, the first n normalised, in caches with room for `s`.
 
     Bytes are those of the weights, and of what a token reads and writes.
     """

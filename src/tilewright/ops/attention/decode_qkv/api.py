@@ -11,6 +11,7 @@ from tilewright.core.arguments import FLOATING, check_eps, check_number, shown
 from tilewright.core.axes import Size
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.stacked_call import check_layer
 from tilewright.ops.attention.decode_qkv.call import DecodeQkvCall
 from tilewright.ops.rope.api import Linear, Llama3, Scaling, Yarn
 
@@ -162,14 +163,7 @@ def _validate_arrays(arrays: dict[str, jax.Array], lengths: jax.Array, layer: An
             )
     if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths is {shown(lengths)}; it must be integers [B] = [{x.shape[0]}]")
-    is_index = layer is not None and jnp.ndim(layer) == 0 and jnp.issubdtype(jnp.result_type(layer), jnp.integer)
-    if (keys.ndim == 5) != (layer is not None) or (layer is not None and not is_index):
-        raise ValueError(
-            f"layer={layer!r} and keys is {shown(keys)}; a stack [L, B, S, KV, C] needs the number of a layer, and a "
-            f"single cache takes None"
-        )
-    if isinstance(layer, int | np.integer) and not 0 <= layer < keys.shape[0]:
-        raise ValueError(f"layer={layer} is not a layer of keys {shown(keys)}; use 0 to {keys.shape[0] - 1}")
+    check_layer(layer, "keys", keys, "[L, B, S, KV, C]", "single cache takes None")
     for name, w in norms.items():
         if w is not None and (w.shape != (channels,) or w.dtype.name not in FLOATING):
             raise ValueError(f"{name} is {shown(w)}; it must be floating [C] = [{channels}]")

@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tilewright.core.arguments import FLOATING, check_eps, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.stacked_call import check_layer
 from tilewright.ops.delta_rule.arguments import check_lower_bound
 from tilewright.ops.delta_rule.decode_kda.call import DecodeKdaCall
 
@@ -207,11 +207,4 @@ def _validate_states(
                 f"{name} is {shown(arrays[name])} and memory is {shown(memory)}; {name} must be {letters} = "
                 f"{[*leading, *inputs]}"
             )
-    is_index = layer is not None and jnp.ndim(layer) == 0 and jnp.issubdtype(jnp.result_type(layer), jnp.integer)
-    if bool(leading) != (layer is not None) or (layer is not None and not is_index):
-        raise ValueError(
-            f"layer={layer!r} and memory is {shown(memory)}; a stack [L, B, H, K, K] needs the number of a layer, and a "
-            f"single layer's states take None"
-        )
-    if isinstance(layer, int | np.integer) and not 0 <= layer < memory.shape[0]:
-        raise ValueError(f"layer={layer} is not a layer of memory {shown(memory)}; use 0 to {memory.shape[0] - 1}")
+    check_layer(layer, "memory", memory, "[L, B, H, K, K]", "single layer's states take None")

@@ -10,7 +10,7 @@ GFLOP there with 16 heads.
 
 Blocking: a thread block of one warpgroup for a sequence, a tile of up to 32 heads and one of `splits` parts of the
 latents. Both products are transposed, so that the 64 rows that wgmma takes are filled by keys and by channels, and heads
-are its columns, of which there may be 8 or more:
+are its columns, 8 or more:
 
     logits^T [64 keys, heads] = C Q^T              C [64, D] as it lies in shared memory
     out^T    [R, heads]      += C[:, :R]^T P^T     the same tile as a transposed left operand

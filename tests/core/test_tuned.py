@@ -123,6 +123,20 @@ def test_a_nearby_call_takes_what_tuning_changed_and_the_rest_from_its_own_heuri
     assert explained(512).forward.config_source == "heuristic"
 
 
+def test_how_one_size_is_divided_is_not_lent_to_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the splits of a cache that few heads need, and many do not."""
+    monkeypatch.setattr(LinearCrossEntropyXlaForward, "one_size_fields", ("block_n",))
+    own = explained(512).forward.config
+    elsewhere = LinearCrossEntropyXlaForward(block_n=8, block_v=128)
+    found = LinearCrossEntropyXlaForward(block_n=16, block_v=256)
+    write(folder, dataclasses.replace(entry(256, found), heuristic=elsewhere.to_json()))
+    assert explained(256).forward.config == found
+    assert explained(512).forward.config == dataclasses.replace(own, block_v=256)
+    found = dataclasses.replace(found, block_v=128)
+    write(folder, dataclasses.replace(entry(256, found), heuristic=elsewhere.to_json()))
+    assert (explained(256).forward.config, explained(512).forward.config_source) == (found, "heuristic")
+
+
 def test_a_config_that_is_no_longer_one_is_passed_over(folder: Path) -> None:
     fields = {"config": "LinearCrossEntropyXlaForward", "block_n": 64, "block_v": 128, "unknown": 1}
     write(folder, dataclasses.replace(entry(256, LinearCrossEntropyXlaForward(64, 128)), config=fields))
@@ -173,11 +187,12 @@ def test_measured_replaces_estimated_and_never_the_other_way_round() -> None:
     old, new = ({"chip": "cpu", "date": f"2026-01-0{day}"} for day in (1, 2))
     measured, later = entry(256, config, provenance=old), entry(256, config, provenance=new)
     estimate = entry(256, config, kind="estimated", provenance=new)
-    assert measured.replaces(estimate)
-    assert not estimate.replaces(measured)
-    assert later.replaces(measured)
-    assert not measured.replaces(later)
-    assert estimate.replaces(None)
+    assert measured.kept_out_by(estimate) is None
+    assert estimate.kept_out_by(measured) == "estimated where a measurement is there"
+    assert later.kept_out_by(measured) is None
+    assert measured.kept_out_by(later) == "older than what is there"
+    assert measured.kept_out_by(measured) == "there already"
+    assert estimate.kept_out_by(None) is None
     for order in ((measured, estimate), (estimate, measured)):
         (kept,) = tuned.merged([[one] for one in order]).values()
         assert kept is measured

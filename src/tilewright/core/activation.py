@@ -4,6 +4,7 @@ z comes in parts: one, and two for swiglu, whose result is silu of the first tim
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -23,15 +24,19 @@ def parts_of(activation: str | None) -> int:
     return 2 if activation == "swiglu" else 1
 
 
-def activate(activation: str | None, z: Parts) -> jax.Array:
-    """The activation of z. gelu is the tanh form, as in `jax.nn.gelu`."""
+def activate(activation: str | None, z: Parts, *, sigmoid: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+    """The activation of z. gelu is the tanh form, as in `jax.nn.gelu`.
+
+    `sigmoid`: a kernel's own. gelu is computed with it then: (1 + tanh u) / 2 is the sigmoid of 2 u.
+    """
     if activation is None:
         return z[0]
     if activation == "relu":
         return jnp.maximum(z[0], 0.0)
     if activation == "gelu":
-        return 0.5 * z[0] * (1.0 + jnp.tanh(_GELU_SLOPE * (z[0] + _GELU_CUBE * z[0] * z[0] * z[0])))
-    silu = z[0] * jax.nn.sigmoid(z[0])
+        u = _GELU_SLOPE * (z[0] + _GELU_CUBE * z[0] * z[0] * z[0])
+        return 0.5 * z[0] * (1.0 + jnp.tanh(u)) if sigmoid is None else z[0] * sigmoid(2.0 * u)
+    silu = z[0] * (sigmoid or jax.nn.sigmoid)(z[0])
     return silu if activation == "silu" else silu * z[1]
 
 

@@ -26,6 +26,8 @@ class Config:
     memory_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that take more memory the larger they are. Where a config runs out of memory, crashes or hangs, those
     that are as large or larger in these fields, and equal in all others, are not tried."""
+    one_size_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that divide the work of one size over the chip, such as `splits`. A table lends them to no other size."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

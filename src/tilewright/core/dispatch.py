@@ -434,6 +434,9 @@ def find_op(name: str) -> Op:
                 f"no cases of it; call it in a script for tilewright profile SCRIPT, or use one of the ops "
                 f"{', '.join(_registry)}"
             )
+        if "," in name:
+            first = name.partition(",")[0].strip()
+            raise ValueError(f"op={name!r} names several ops, and it takes one at a time; pass {first}, then the next")
         raise ValueError(
             f"op={name!r} is not an op of tilewright; use one of {', '.join(_registry)}{did_you_mean(name, _registry)}"
         )

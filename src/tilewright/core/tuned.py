@@ -6,8 +6,9 @@ direction) for one shape bucket (`Call.bucket`), with what was measured or estim
 
 Where the caller names no config, a pass takes the entry of the call's own bucket. Without one it takes what tuning changed
 in the nearest bucket, up to a factor of four away over all sizes together: the heuristic's config of this call, with the
-fields in which that entry's config differs from the heuristic's of its own bucket. The other fields are the heuristic's for
-good reason: a block for 32 heads can be a third slower for 64. Where that does not fit the call, it takes the heuristic's.
+fields in which that entry's config differs from the heuristic's of its own bucket. `Config.one_size_fields`, such as
+`splits`, are left out: they divide the work of one size. The other fields are the heuristic's for good reason: a block for
+32 heads can be a third slower for 64. Where that does not fit the call, it takes the heuristic's.
 A process reads a table once, when an op is first traced for the chip.
 
 A table that cannot be read, or an entry that was changed by hand, is a warning, and is treated as not there.
@@ -62,6 +63,10 @@ def table_path(folder: Path, chip: str, op: str) -> Path:
 
 class DamagedTable(ValueError):
     """A table, or an entry of one, is not what this version writes. The text says how."""
+
+
+class DamagedTableWarning(RuntimeWarning):
+    """A table, or entries of one, are not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +124,17 @@ class Entry:
     def origin(self) -> str:
         return f"{self.kind} on {self.provenance.get('chip', '?')}, {str(self.provenance.get('date', '?'))[:10]}"
 
-    def replaces(self, other: "Entry | None") -> bool:
-        """Whether this entry takes the place of another one for the same calls: of an older one, but not a measured one's
-        where this is an estimate.
+    def kept_out_by(self, other: "Entry | None") -> str | None:
+        """Why another entry for the same calls stays; None where this one takes its place.
+
+        It takes that of an older one, but not a measured one's where this is an estimate.
         """
         if other is None or self.kind != other.kind:
-            return other is None or self.kind == "measured"
-        return self != other and str(self.provenance.get("date", "")) >= str(other.provenance.get("date", ""))
+            return None if other is None or self.kind == "measured" else "estimated where a measurement is there"
+        if self == other:
+            return "there already"
+        is_older = str(self.provenance.get("date", "")) < str(other.provenance.get("date", ""))
+        return "older than what is there" if is_older else None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object, with a checksum of the rest: what is edited by hand was not measured."""
@@ -226,7 +235,7 @@ def read_table(folder: Path, chip: str, op: str) -> list[Entry]:
 
 def _warn(what: str, op: str) -> None:
     remedy = f"Restore the file, or remove it and run `tilewright tune {op}`."
-    warnings.warn(f"{what}. {remedy}", RuntimeWarning, skip_file_prefixes=(_PACKAGE,))  # At the caller's line.
+    warnings.warn(f"{what}. {remedy}", DamagedTableWarning, skip_file_prefixes=(_PACKAGE,))  # At the caller's line.
 
 
 @dataclass(frozen=True)
@@ -241,15 +250,21 @@ class Found:
         """The config for a call whose heuristic's config `heuristic` computes.
 
         Where the search of the call's bucket kept the heuristic's, it is that of this call: a bucket has other lengths than
-        the one that was timed. None where what tuning changed nearby is not valid with the heuristic's.
+        the one that was timed. None where what tuning changed nearby is of one size only, or is not valid here.
         """
         tuned_from = self.entry.heuristic
         if self.exact and not self.entry.is_gain:
             return heuristic()
         if self.exact or tuned_from is None:
             return self.config
-        changed = {name: value for name, value in self.entry.config.items() if value != tuned_from.get(name)}
         own = heuristic()
+        changed = {
+            name: value
+            for name, value in self.entry.config.items()
+            if value != tuned_from.get(name) and name not in own.one_size_fields
+        }
+        if not changed:
+            return None
         try:
             return read_config(own.to_json() | changed, type(own))
         except ValueError:

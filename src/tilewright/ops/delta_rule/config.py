@@ -105,6 +105,7 @@ class DeltaRuleSm90Forward(_Sm90):
         score_chunks=(1, 2, 3, 4),
     )
     memory_fields = ("block_v", "stages", "score_chunks")
+    one_size_fields = ("splits",)
 
     block_v: int = SM90_STATES * SM90_TILE
     """Value channels of a thread block of the state kernel, 64 per warpgroup that carries a state. 128 read queries and

@@ -8,13 +8,14 @@ from tilewright.pallas.tpu.tile_config import ProductBlocks, product_choices
 class MatmulSm90Forward(GemmTiles):
     """The tile of y, the order of the tiles, and the split of the registers.
 
-    A `block_m` of 16, 32 or 64 is for few rows (sm90_few_rows.py, or weight_only.py for quantised weights): a tile has 128
-    columns then, whatever `block_n` says. One of 192 has three consumer warpgroups, for two quantised operands; `block_n`
-    is at most 128 then.
+    A `block_m` of 16, 32 or 64 is for few rows (sm90_few_rows.py, or weight_only.py for quantised weights, which takes 8,
+    too): a tile has 128 columns then, whatever `block_n` says. One of 192 has three consumer warpgroups, for two quantised
+    operands; `block_n` is at most 128 then.
     """
 
     tile_rows = (*GemmTiles.tile_rows, TALL)
     choices = search_over(**{**GemmTiles.choices, "block_m": tile_rows, "splits": (1, 2, 4, 8, 16)})
+    one_size_fields = ("splits",)
 
     splits: int = 1
     """Thread blocks that divide the contracted axis of a tile between them, with few rows and weights that are not

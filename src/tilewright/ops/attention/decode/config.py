@@ -37,6 +37,7 @@ class DecodeSm90Forward(Config):
         combine_block_v=(16, 32, 64),
     )
     memory_fields = ("block_k", "stages")
+    one_size_fields = ("splits",)
 
     block_k: int
     """Keys that are fetched at a time."""
@@ -49,7 +50,8 @@ class DecodeSm90Forward(Config):
     combine_block_v: int = 32
     """Value channels of a thread block of the combine kernel: B1 KV8 D128 has 32 blocks."""
     longest_first: bool = False
-    """Whether thread blocks take sequences from the longest to the shortest, for at most 128, or as they come."""
+    """Whether thread blocks take sequences from the longest to the shortest, for at most 128, or as they come. With it, a
+    quarter, a half or all of a last block of keys without pages is copied."""
 
     def __post_init__(self) -> None:
         if self.block_k not in _SM90_BLOCKS:

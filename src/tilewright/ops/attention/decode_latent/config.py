@@ -9,6 +9,7 @@ class DecodeLatentSm90Forward(Config):
 
     choices = search_over(stages=(2, 3, 4), splits=(1, 2, 4, 8, 16, 32), combine_block_v=(32, 64, 128))
     memory_fields = ("stages",)
+    one_size_fields = ("splits",)
 
     stages: int
     """Blocks of 64 latents in shared memory: the copies of all but one are in flight while that one is used."""

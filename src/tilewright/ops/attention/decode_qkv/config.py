@@ -11,6 +11,7 @@ class DecodeQkvSm90Forward(Config):
     """
 
     choices = search_over(block_b=_BLOCKS_B, stages=(3, 4, 5), splits=(1, 2, 4, 8, 16))
+    one_size_fields = ("splits",)
 
     block_b: int
     """Sequences of a tile: 16, 32 or 64."""

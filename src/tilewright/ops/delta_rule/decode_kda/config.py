@@ -9,6 +9,7 @@ class DecodeKdaSm90Forward(Config):
     """The tiles of the product with the five large weights, and the sequences of a thread block behind it."""
 
     choices = search_over(block_b=_BLOCKS_B, stages=(3, 4, 5), splits=(1, 2, 4, 8, 16), rows=(1, 2, 4, 8))
+    one_size_fields = ("splits",)
 
     block_b: int
     """Sequences of a tile of the product: 16, 32 or 64."""

@@ -21,6 +21,7 @@ class TestKdaGateOfProduct(OpContract):
     call_type = GateOfProductCall
     shared = ("w", "A_log", "dt_bias")
     any_leading_axes = True
+    interpreted_slowly = frozenset({"pallas_gpu"})
     whole_letter = "K"
     cuts: ClassVar = {"batch": {"tokens0": "x"}, "heads": {"HV": "y"}, "both": {"tokens0": "x", "HV": "y"}}
     mesh_case = _case("mesh", (4, 8), 64, 2, 128)

@@ -12,8 +12,10 @@ from tilewright.configs import DeltaRuleSm90Backward, DeltaRuleSm90Forward
 from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import judge
 from tilewright.ops.delta_rule.cases import _case
+from tilewright.ops.delta_rule.gates import coarse_and_fine
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import PairLevel, Range
-from tilewright.ops.delta_rule.pallas_gpu.tiles import CHUNK
+from tilewright.ops.delta_rule.pallas_gpu.sm90_inverse import inverses
+from tilewright.ops.delta_rule.pallas_gpu.tiles import CHUNK, Row, Sizes
 from tilewright.workbench.check import CaseCheck
 
 
@@ -71,6 +73,36 @@ def test_like_keys_do_not_break_the_inverse():
     for value, want in zip(on_gpu(arrays), oracle, strict=True):
         verdict = judge(value, want.astype(jnp.bfloat16).astype(jnp.float32), want)
         assert verdict.ok, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 2, 4, 6])
+def test_four_inverses_per_thread_block(group: int):
+    """Of four chunks of a head, of two chunks of two heads or of a chunk of four heads; some blocks have chunks to spare.
+
+    The keys of the last chunk are almost alike, with beta near 1 and next to no decay.
+    """
+    h, chunks = 2, 3
+    rng = np.random.default_rng(group)
+    k = rng.normal(size=(1, chunks, CHUNK, h, 64))
+    k[:, -1] = k[:, -1, :1] + 0.02 * k[:, -1]
+    k = jnp.asarray(k / np.linalg.norm(k, axis=-1, keepdims=True), jnp.bfloat16)
+    beta = rng.uniform(size=(1, h * group, chunks, CHUNK))
+    beta[:, :, -1] = 1 - 1e-3 * beta[:, :, -1]
+    g = -rng.exponential(size=beta.shape) * np.array([1.0, 30.0, 1e-3])[:, None]
+    coarse, fine = coarse_and_fine(jnp.asarray(g, jnp.float32), lambda x: jnp.cumsum(x, axis=-1))
+    rows = {Row.COARSE: coarse, Row.FINE: fine, Row.BETA: jnp.asarray(beta, jnp.float32)}
+    gates = jnp.stack([rows.get(row, jnp.full_like(coarse, jnp.nan)) for row in range(Row.COUNT)], axis=-2)
+    sizes = Sizes(b=1, chunks=chunks, h=h, hv=h * group, depth=64, width=64)
+    with able_to_run("pallas_gpu"):
+        hi_lo = jax.jit(lambda k, gates: inverses(k, gates, sizes))(k.reshape(1, -1, h, 64), gates)
+    hi, lo = np.split(np.asarray(hi_lo, np.float64).reshape(*beta.shape, 2 * CHUNK), 2, axis=-1)
+
+    keys = np.repeat(np.asarray(k, np.float64).transpose(0, 3, 1, 2, 4), group, axis=1)
+    sums = np.asarray(coarse, np.float64) + np.asarray(fine, np.float64)
+    decay = np.exp(np.minimum(sums[..., :, None] - sums[..., None, :], 0))
+    lower = np.tril(keys @ keys.mT * decay * np.asarray(rows[Row.BETA], np.float64)[..., None, :], -1)
+    np.testing.assert_allclose(hi + lo, np.linalg.inv(np.eye(CHUNK) + lower), rtol=0, atol=2**-12)
 
 
 def test_the_levels_of_kda_have_every_pair_once_with_its_gates():

@@ -93,6 +93,7 @@ def test_tokens_in_a_loop_are_the_sequence():
     np.testing.assert_allclose(o.astype(jnp.float32), expected_o.astype(jnp.float32), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_every_implementation_sees_rounded_unit_keys():
     """A cast to bfloat16 and back is what XLA leaves out on a GPU: the plain step's keys would not be the kernel's."""
     arrays = draw(dtype=jnp.bfloat16)

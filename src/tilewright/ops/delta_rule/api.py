@@ -223,12 +223,31 @@ def kda_gate(
     keeps g between lower_bound and 0. The bound is at least -5 and negative.
     """
     check_decays("x", x.shape, A_log, dt_bias, lower_bound)
-    statistics = accumulator(x.dtype)
-    x, A_log, dt_bias = (array.astype(statistics) for array in (x, A_log, dt_bias))
-    rate, shifted = _along(jnp.exp(A_log)[:, None], x), x + _along(dt_bias, x)
-    if lower_bound is None:
-        return -rate * jax.nn.softplus(shifted)
-    return lower_bound * jax.nn.sigmoid(rate * shifted)
+
+    def gate(x: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
+        statistics = accumulator(x.dtype)
+        x, A_log, dt_bias = (array.astype(statistics) for array in (x, A_log, dt_bias))
+        # Rates per channel, as the bias: both gradients are the same sum over the tokens then, in one pass.
+        rates = jnp.broadcast_to(jnp.exp(A_log)[:, None], dt_bias.shape)
+        rate, shifted = _along(rates, x), x + _along(dt_bias, x)
+        if lower_bound is None:
+            return -rate * _softplus(shifted)
+        return lower_bound * jax.nn.sigmoid(rate * shifted)
+
+    # Computed again from x in the backward pass: float32 intermediates of g's size would be written and read otherwise.
+    return jax.checkpoint(gate)(x, A_log, dt_bias)
+
+
+@jax.custom_jvp
+def _softplus(x: jax.Array) -> jax.Array:
+    return jax.nn.softplus(x)
+
+
+@_softplus.defjvp
+def _softplus_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """A sigmoid. The derivative of `jax.nn.softplus` reads its result, too, and has selections for equal infinities."""
+    (x,), (dx,) = primals, tangents
+    return _softplus(x), jax.nn.sigmoid(x) * dx
 
 
 def _run(

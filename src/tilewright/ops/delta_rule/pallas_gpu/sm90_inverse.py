@@ -1,13 +1,32 @@
 """Inside a chunk, one gate per head: the (I + A)^-1 of the WY transform.
 
-A_ij = (k_i . k_j) decay_ij beta_j below the diagonal. A thread block of one warpgroup per chunk, all chunks at once.
-`invert` is KDA's, too (sm90_scores.py).
+A_ij = (k_i . k_j) decay_ij beta_j below the diagonal. A thread block of one warpgroup inverts four of these matrices, all
+at once for the whole sequence: those of four value heads that share a key head, of two heads in two chunks, or of four
+chunks of one head. k k^T is a wgmma product of the warpgroup, one for all of its heads. From then on each warp has a matrix
+of its own in registers, as blocks of 16 by 16, and multiplies these by itself (mma): no warp waits for another, and the
+blocks above the diagonal cost nothing. The blocks on the diagonal are inverted by Newton's steps, those below it by
+substitution, as bf16x3 products. Threads hold -A^T, not A: that is how the tensor cores take a right operand.
 
-On an H200 (driver 580.159.04, jax 0.11.2), H96 T8192 D128, it takes 0.175 ms, before 0.255 ms: the first three of six
-steps in the registers of each warp, 0.200 ms; two instructions fewer for each pair of numbers that is split (`upcast`),
-which also leaves registers for four thread blocks to a multiprocessor instead of three, the rest.
+Measured on an H200 (driver 580.159.04, jax 0.11.2), T8192 D128: 61 to 63 us for 16 qk / 64 v heads, 37 us for 16 / 32,
+112 us for 96. A matrix takes about 2,400 instructions of one warp. Without the inverting this kernel takes 52 us for
+16 / 64 heads; its bytes alone take 40 us at the bandwidth of a copy.
 
-Tried and dropped, on an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128):
+KDA's kernel (sm90_scores.py) inverts in the same way. There a warpgroup has one matrix, and each of its warps computes all
+of the inverse.
+
+Tried and dropped, on that H200:
+- a warpgroup per matrix: Newton's steps up to blocks of 64, as wgmma products of the whole matrix, with those up to blocks
+  of 16 in the registers of each warp. 121 us for 16 / 64 heads, 62 us for 16 / 32, 175 us for 96: 1,800 instructions of
+  each of four warps, six times the multiplications, and barriers between the products. KDA's kernel took 0.9 % less with
+  it, 573 us instead of 578 us with mild gates, 643 us instead of 648 us with a mean of -1.6 (B4 T4096, 32 heads): not worth
+  a second way to invert. In KDA's kernel `upcast_elements` in place of `upcast` takes 582 us and 656 us;
+- the whole of -A^T before the first inverse: 190 registers instead of 150, and so two thread blocks to a multiprocessor
+  instead of three; with three warpgroups per thread block, which bounds the registers, it spills. Neither was timed;
+- Newton's steps unrolled: 63.5 us where the loop takes 62.8 us;
+- hi above lo in shared memory, with two copies per inverse: 55 us instead of 52 us without the inverting.
+
+Tried and dropped with a warpgroup per matrix, for 96 heads (it took 255 us before its first steps were in registers, then
+200 us, and 175 us with `upcast`):
 - the inverse in the state kernel, by the warpgroups that copy: 2.4 ms for the whole forward. The products of an inverse
   depend on each other; three chunks side by side hide each other's latency;
 - bf16x2 products throughout, 30 instead of 18: 0.46 ms, then 0.32 ms. Of these, 0.16 ms are for the operands and the
@@ -19,6 +38,7 @@ Tried and dropped, on an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128):
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,103 +50,154 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
-    HI,
-    LO,
+    HI_LO,
+    MASKED,
     SQUARE,
     Row,
     Sizes,
     bfloat16_array,
     bfloat16_tile,
-    decay,
     float32_buffer,
-    positions,
     query_head,
-    store_hi_lo,
 )
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.registers import (
+    BF16X3,
     WGMMA,
-    load_along_columns,
-    side_by_side,
     split_hi_lo,
     tile_of_zeros,
     transposed,
     upcast,
 )
-from tilewright.pallas.gpu.warp_mma import add_block_products
-from tilewright.pallas.gpu.wgmma import accumulate, product
+from tilewright.pallas.gpu.warp_mma import (
+    BLOCK,
+    BLOCKS,
+    WARPS,
+    DealtSquares,
+    add_block_products,
+    load_along_block_columns,
+    load_along_block_rows,
+    load_per_block,
+    store_block,
+    transposed_blocks,
+)
+from tilewright.pallas.gpu.wgmma import Accumulator, products
 
-_BLOCK = 16  # Rows of a warp: blocks of as many tokens are inverted in its registers.
-_BLOCKS = (CHUNK, _BLOCK)
+MATRICES = WARPS
+"""Matrices of a thread block, one per warp."""
+_SIDE = CHUNK // BLOCK
+"""Blocks along a side of a matrix."""
+_GATES = 3
+"""The rows of a chunk's gates that are read, which are the first: COARSE, FINE and BETA."""
+
+SplitBlock = tuple[jax.Array, jax.Array]
+"""A block per warp as bf16x2, [64, 16] each."""
+Inverse = dict[tuple[int, int], SplitBlock]
+"""A matrix per warp: its blocks on and below the diagonal, by row and column."""
 
 
-def invert(
-    lower: jax.Array,
-    i: jax.Array,
-    j: jax.Array,
-    lower_hi_lo: Any,
-    inverse_tiles: Any,
-    widen: Callable[[jax.Array], jax.Array] = upcast,
-) -> jax.Array:
-    """(I + A)^-1 of a strictly lower triangular A [C, C]; the two tiles [2 C, C] are scratch. `widen`: `split_hi_lo`.
+def invert(erased: Callable[[int, int], SplitBlock]) -> Inverse:
+    """(I + A)^-1 of each warp's strictly lower triangular A [C, C].
 
-    Blocks of 2 tokens are inverted directly. Then X <- X + (I - X (I + A)) X, Newton's step, six times, with X and the
-    bracket rounded. The bracket is taken inside of blocks that double each time: the X A term alone merges two blocks,
-    and the rest corrects the rounding of the steps before. Blocks of tokens are merged, never powers of A summed: those
-    overflow where keys are alike. The steps up to blocks of 16 are products of 16 by 16, each warp by itself: the same
-    values, without the zeros.
+    `erased` gives the blocks of -(I + A)^T, on and above the diagonal, by row and column. Blocks of 2 tokens are
+    inverted directly. Then X <- X + (I - X (I + A)) X, Newton's step, four times, with X and the bracket rounded. The
+    bracket is taken inside of blocks that double each time: the X A term alone merges two blocks, and the rest corrects the
+    rounding of the steps before; the fourth step does nothing else. Blocks of 16 are merged by substitution, from the last
+    column to the first: X_ij = -(sum of X_is A_sj over s from j + 1 to i) X_jj. Blocks of tokens are merged, never powers
+    of A summed: those overflow where keys are alike.
+
+    The right operands of all these products are at hand as the tensor cores take them, which is transposed.
     """
-    split = functools.partial(split_hi_lo, widen=widen)
-    # i xor j is less than 2^level where i and j are in the same block of 2^level.
-    apart = lax.bitwise_xor(i, j)
-    one = jnp.where(apart == 0, 1.0, 0.0)
-    store_hi_lo(lower_hi_lo, split(-one - lower))
-    x = _invert_blocks(lower, widen)
-    # On the diagonal X (I + A) is 1 to the bit, so nothing is missing there.
-    apart = jnp.where(apart == 0, CHUNK * CHUNK, apart)
+    apart = lax.bitwise_xor(*_positions_in_block())
+    on_diagonal = [erased(block, block) for block in range(_SIDE)]
 
-    def step(level: Any, x: jax.Array) -> jax.Array:
+    def invert_pairs(erased: jax.Array) -> jax.Array:
+        pairs = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, upcast(erased), 0.0)).astype(jnp.bfloat16)
+        return upcast(transposed_blocks(pairs))
+
+    def newton_step(level: Any, x: jax.Array, erased: SplitBlock) -> jax.Array:
         rounded = x.astype(jnp.bfloat16)
-        # The tiles alternate: a warp may still multiply by the other one while the next warp writes this one.
-        x_tile = inverse_tiles.at[pl.ds(lax.rem(level, jnp.int32(2)) * CHUNK, CHUNK)]
-        x_tile[...] = rounded
-        plgpu.commit_smem()
-        twice = jnp.concatenate([rounded, rounded], axis=1)
-        missing = product(SQUARE, lambda sum_: sum_.add(twice, lower_hi_lo))
-        # The compiler would select after the rounding, and then round element by element (`upcast`).
-        missing = lax.optimization_barrier(jnp.where(apart < lax.shift_left(1, level), missing, 0.0))
-        missing = missing.astype(jnp.bfloat16)
-        x = widen(rounded)
-        (x,) = accumulate((x,), lambda sum_: sum_.add(missing, x_tile))
-        return x
-
-    # A loop, not unrolled: the code would not stay in the instruction cache.
-    x = lax.fori_loop(_BLOCK.bit_length(), CHUNK.bit_length() + 1, step, x)
-    plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
-    return x
-
-
-def _invert_blocks(lower: jax.Array, widen: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The inverses of I + A's diagonal blocks of 16 tokens, and zeros beside them, [C, C]."""
-    row, column = (plgpu.broadcasted_iota(jnp.int32, _BLOCKS, axis, layout=WGMMA) for axis in (0, 1))
-    block, apart = lax.div(row, jnp.int32(_BLOCK)), lax.bitwise_xor(lax.rem(row, jnp.int32(_BLOCK)), column)
-    parts = [lower[:, first : first + _BLOCK] for first in range(0, CHUNK, _BLOCK)]
-    own = parts[0]  # [C, 16]: the block of each row's own tokens.
-    for number, part in enumerate(parts[1:], 1):
-        own = jnp.where(block == number, part, own)
-    diagonal = apart == 0
-    erased = split_hi_lo(jnp.where(diagonal, -1.0, -own), widen=widen)
-    x = jnp.where(diagonal, 1.0, jnp.where(apart == 1, -own, 0.0))
-    nothing = tile_of_zeros(_BLOCKS)
-    for level in range(2, _BLOCK.bit_length()):
-        rounded = x.astype(jnp.bfloat16)
-        missing = nothing
+        missing = tile_of_zeros(BLOCKS)
         for part in erased:
             missing = add_block_products(missing, rounded, part)
-        inside = (apart < (1 << level)) & (apart > 0)
+        # Elements are less than 2^level apart in the same block of 2^level. On the diagonal X (I + A) is 1 to the bit, so
+        # nothing is missing there. The compiler would select after the rounding, and then round element by element.
+        inside = (apart < lax.shift_left(jnp.int32(1), level)) & (apart > 0)
         missing = lax.optimization_barrier(jnp.where(inside, missing, 0.0)).astype(jnp.bfloat16)
-        x = add_block_products(widen(rounded), missing, rounded)
-    return side_by_side(tuple(jnp.where(block == number, x, 0.0) for number in range(len(parts))))
+        return add_block_products(upcast(rounded), missing, transposed_blocks(rounded))
+
+    def step(level: Any, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(newton_step(level, x, each) for x, each in zip(blocks, on_diagonal, strict=True))
+
+    def add_bf16x3(sums: jax.Array, x: SplitBlock, y_transposed: SplitBlock) -> jax.Array:
+        for one, another in BF16X3:
+            sums = add_block_products(sums, x[one], y_transposed[another])
+        return sums
+
+    pairs = tuple(invert_pairs(hi) for hi, _ in on_diagonal)
+    diagonal = lax.fori_loop(2, BLOCK.bit_length() + 1, step, pairs)
+    nothing = tile_of_zeros(BLOCKS)
+    inverse = {(block, block): split_hi_lo(x) for block, x in enumerate(diagonal)}
+    for j in reversed(range(_SIDE)):
+        hi, lo = inverse[j, j]
+        own = transposed_blocks(hi), transposed_blocks(lo)
+        of_column = {s: erased(j, s) for s in range(j + 1, _SIDE)}
+        for i in range(j + 1, _SIDE):
+            sums = nothing
+            for s in range(j + 1, i + 1):
+                sums = add_bf16x3(sums, inverse[i, s], of_column[s])
+            inverse[i, j] = split_hi_lo(add_bf16x3(nothing, split_hi_lo(sums), own))
+    return inverse
+
+
+def _positions_in_block() -> tuple[jax.Array, jax.Array]:
+    """The row and the column of each element in its block, [64, 16]."""
+    row, column = (plgpu.broadcasted_iota(jnp.int32, BLOCKS, axis, layout=WGMMA) for axis in (0, 1))
+    return lax.rem(row, jnp.int32(BLOCK)), column
+
+
+def store_inverse(tiles: Any, inverse: Inverse, *, below: bool) -> None:
+    """Stores each warp's inverse as hi and lo, into tiles of [C, 2 C], or with lo below hi of [2 C, C]. Warps that share a
+    tile have the same inverse.
+    """
+    blank = tile_of_zeros(BLOCKS).astype(jnp.bfloat16)
+    for i in range(_SIDE):
+        for j in range(_SIDE):
+            for part, block in enumerate(inverse.get((i, j), (blank, blank))):
+                first = part * _SIDE
+                store_block(tiles, *((first + i, j) if below else (i, first + j)), block)
+
+
+class _Erased:
+    """-(I + A)^T of each warp's matrix, by blocks on and above the diagonal, which are computed where they are used."""
+
+    def __init__(self, kk: DealtSquares, gates: Any):
+        self.kk, self.gates = kk, gates
+
+    def block(self, row: int, column: int) -> SplitBlock:
+        minus_beta = -load_along_block_rows(self.gates.at[:, Row.BETA, pl.ds(row * BLOCK, BLOCK)])
+        rows = self._sums(load_along_block_rows, row)
+        columns = self._sums(load_along_block_columns, column)
+        kk = self.kk.block(row, column)
+        if row == column:
+            i, j = _positions_in_block()
+            after = j - i
+            exponent = jnp.where(after > 0, _difference(columns, rows), MASKED)
+            return split_hi_lo(jnp.where(after == 0, -1.0, kk * jnp.exp(exponent) * minus_beta))
+        # The decay to the first token of the later block, per row, times that from it, per column.
+        between = self._sums(load_per_block, column, count=1)
+        to_first = jnp.exp(_difference(between, rows)) * minus_beta
+        return split_hi_lo(kk * to_first * jnp.exp(_difference(columns, between)))
+
+    def _sums(self, load: Callable[[Any], jax.Array], block: int, count: int = BLOCK) -> tuple[jax.Array, jax.Array]:
+        """Both parts of G, of the first `count` tokens of a block."""
+        tokens = pl.ds(block * BLOCK, count)
+        coarse, fine = (load(self.gates.at[:, row, tokens]) for row in (Row.COARSE, Row.FINE))
+        return coarse, fine
+
+
+def _difference(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
 
 def _inverse_kernel(
@@ -137,45 +208,75 @@ def _inverse_kernel(
     # outputs
     inverse_ref,  # [B, HV, T, 2 C]: hi and lo side by side
     # scratch
-    keys,  # [C, K]
-    gates,  # [Row.COUNT, C]
-    lower_hi_lo, inverse_hi_lo,  # [2 C, C]
+    tiles,  # [4, C, 2 C]: the keys of each chunk, then k k^T, then each warp's inverse, hi and lo side by side
+    keys,  # [chunks, C, K] where these are narrower, or None
+    gates,  # [4, 3, C]
     full,
     # static
-    group: int,
+    sizes: Sizes,
+    heads: int,
 ):  # fmt: skip
-    b, hv, n = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("chunk")
-    tokens = pl.ds(n * CHUNK, CHUNK)
-    plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, query_head(hv, group)], keys, full)
-    plgpu.copy_gmem_to_smem(gates_ref.at[b, hv, n], gates, full)
+    b, first_head = lax.axis_index("batch"), lax.axis_index("heads") * heads
+    chunks = MATRICES // heads
+    first_chunk = lax.axis_index("chunks") * chunks
+    key_head = query_head(first_head, sizes.group)
+    key_tiles = tiles if keys is None else keys
+
+    def tokens(n: Any) -> Any:
+        return pl.ds(n * CHUNK, CHUNK)
+
+    for c in range(chunks):
+        n = jnp.minimum(first_chunk + c, sizes.chunks - 1)  # What is past the end is not written.
+        plgpu.copy_gmem_to_smem(k_ref.at[b, tokens(n), key_head], key_tiles.at[c], full)
+        for head in range(heads):
+            rows = gates_ref.at[b, first_head + head, n, pl.ds(0, _GATES)]
+            plgpu.copy_gmem_to_smem(rows, gates.at[c * heads + head], full)
     plgpu.barrier_wait(full)
-    i, j = positions()
-    kk = product(SQUARE, lambda sum_: sum_.add(keys, transposed(keys)))  # [C, C]
-    lower = jnp.where(i > j, kk * decay(gates, i, j) * load_along_columns(gates.at[Row.BETA], SQUARE), 0.0)
-    store_hi_lo(inverse_hi_lo, split_hi_lo(invert(lower, i, j, lower_hi_lo, inverse_hi_lo)))
+
+    def add_products(*sums: Accumulator) -> None:
+        for c, sum_ in enumerate(sums):
+            sum_.add(key_tiles.at[c], transposed(key_tiles.at[c]))
+
+    kk = products((SQUARE,) * chunks, add_products)
+    plgpu.commit_smem()  # Other warps may still be multiplying.
+    inverse = invert(_Erased(DealtSquares(list(kk), tiles), gates).block)
+    plgpu.commit_smem()  # All warps have loaded their blocks of k k^T.
+    store_inverse(tiles, inverse, below=False)
     plgpu.commit_smem()
-    for part in (HI, LO):
-        plgpu.copy_smem_to_gmem(inverse_hi_lo.at[part], inverse_ref.at[b, hv, tokens, part])
+    for c in range(chunks):
+
+        @pl.when(first_chunk + c < sizes.chunks)
+        def _write(c: int = c) -> None:
+            for head in range(heads):
+                to = inverse_ref.at[b, first_head + head, tokens(first_chunk + c)]
+                plgpu.copy_smem_to_gmem(tiles.at[c * heads + head], to)
+
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def _heads(sizes: Sizes) -> int:
+    """Value heads of a thread block. They share a key head."""
+    return math.gcd(sizes.group, MATRICES)
+
+
 def scratch(sizes: Sizes) -> dict[str, Any]:
+    chunks, width = MATRICES // _heads(sizes), HI_LO * CHUNK
     return {
-        "keys": bfloat16_tile(CHUNK, sizes.depth),
-        "gates": float32_buffer(Row.COUNT, CHUNK),
-        "lower_hi_lo": bfloat16_tile(2 * CHUNK, CHUNK),
-        "inverse_hi_lo": bfloat16_tile(2 * CHUNK, CHUNK),
-        "full": plgpu.Barrier(num_arrivals=2),
+        "tiles": bfloat16_tile(MATRICES, CHUNK, width),
+        "keys": None if sizes.depth == width else bfloat16_tile(chunks, CHUNK, sizes.depth),
+        "gates": float32_buffer(MATRICES, _GATES, CHUNK),
+        "full": plgpu.Barrier(num_arrivals=chunks + MATRICES),
     }
 
 
 def inverses(k: jax.Array, gates: jax.Array, sizes: Sizes) -> jax.Array:
     """(I + A)^-1 of every chunk, [B, HV, T, 2 C] bfloat16: hi and lo side by side."""
+    heads = _heads(sizes)
     return run_kernel(
-        functools.partial(_inverse_kernel, group=sizes.group),
+        functools.partial(_inverse_kernel, sizes=sizes, heads=heads),
         name="delta_rule_inverses",
         inputs={"k": k, "gates": gates},
-        outputs={"inverse": bfloat16_array(sizes.b, sizes.hv, sizes.t, 2 * CHUNK)},
+        outputs={"inverse": bfloat16_array(sizes.b, sizes.hv, sizes.t, HI_LO * CHUNK)},
         scratch=scratch(sizes),
-        grid={"chunk": sizes.chunks, "head": sizes.hv, "batch": sizes.b},
+        grid={"chunks": pl.cdiv(sizes.chunks, MATRICES // heads), "heads": sizes.hv // heads, "batch": sizes.b},
     )["inverse"]

@@ -52,7 +52,8 @@ class Row:
 REGISTERS = 504
 """Registers per thread that three warpgroups have together."""
 
-_MASKED = -1e30  # Its exponential is 0.
+MASKED = -1e30
+"""Its exponential is 0."""
 _VECTOR = 4  # Elements of the widest store.
 
 bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
@@ -217,7 +218,7 @@ def decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
         load_along_rows(gates.at[row], SQUARE) - load_along_columns(gates.at[row], SQUARE)
         for row in (Row.COARSE, Row.FINE)
     )
-    return jnp.exp(jnp.where(i >= j, coarse + fine, _MASKED))  # [C, C]
+    return jnp.exp(jnp.where(i >= j, coarse + fine, MASKED))  # [C, C]
 
 
 def zeros() -> jax.Array:

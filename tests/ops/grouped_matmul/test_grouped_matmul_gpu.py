@@ -1,6 +1,7 @@
 """What is the Hopper kernels' own: tiles that are not the default ones, and the order of dw's tiles."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,25 +116,26 @@ def test_rows_of_groups_are_not_shared_by_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "m", "block_m"),
+    ("sizes", "m", "block_m", "alignment"),
     [
-        ([5, 0, 17, 3, 0], 40, 16),  # Empty groups, and rows past the last one.
-        ([50, -20, 0], 40, 16),  # Past the rows, and below zero.
-        pytest.param([30, 0, 11], 40, 64, marks=pytest.mark.slow),
-        pytest.param([7], 7, 16, marks=pytest.mark.slow),
-        pytest.param([0, 0], 12, 32, marks=pytest.mark.slow),
+        ([5, 0, 17, 3, 0], 40, 16, ALIGNMENT),  # Empty groups, and rows past the last one.
+        ([50, -20, 0], 40, 16, ALIGNMENT),  # Past the rows, and below zero.
+        pytest.param([30, 0, 11], 40, 64, ALIGNMENT, marks=pytest.mark.slow),
+        pytest.param([7], 7, 16, ALIGNMENT, marks=pytest.mark.slow),
+        pytest.param([0, 0], 12, 32, ALIGNMENT, marks=pytest.mark.slow),
         # Not a whole number of turns of the loop.
-        pytest.param(np.random.default_rng(0).integers(0, 9, 37).tolist(), 200, 32, marks=pytest.mark.slow),
-        pytest.param(np.random.default_rng(0).integers(0, 9, 128).tolist(), 600, 16, marks=pytest.mark.slow),
+        pytest.param(np.random.default_rng(0).integers(0, 9, 37).tolist(), 200, 32, ALIGNMENT, marks=pytest.mark.slow),
+        pytest.param(np.random.default_rng(0).integers(0, 9, 128).tolist(), 600, 16, ALIGNMENT, marks=pytest.mark.slow),
+        ([3, 0, 17, 8, 1], 40, 8, 1),  # Tiles that begin at any row.
     ],
 )
-def test_the_list_of_tiles_is_that_of_plain_operations(sizes: list[int], m: int, block_m: int) -> None:
+def test_the_list_of_tiles_is_that_of_plain_operations(sizes: list[int], m: int, block_m: int, alignment: int) -> None:
     given = jnp.array(sizes, jnp.int32)
     bounds = jnp.append(group_starts(given, m), m)
-    want = row_tiles(bounds, m, block_m, ALIGNMENT)
+    want = row_tiles(bounds, m, block_m, alignment)
     fields = jnp.stack([want.start, want.group, bounds[want.group], bounds[want.group + 1]])
     with tilewright.interpret():
-        tiles, count, bad = row_tile_list(given, m, block_m)
+        tiles, count, bad = row_tile_list(given, m, block_m, alignment)
     np.testing.assert_array_equal(tiles[:, : fields.shape[1]], fields)
     assert set(count.tolist()) == {int(want.first[-1])}
     np.testing.assert_array_equal(bad, np.full(bad.shape, poison(given, m)))
@@ -145,3 +147,39 @@ def test_sizes_whose_sum_overflows_list_no_row_twice() -> None:
     assert count[0] == 7
     assert tiles[:, :7].tolist() == [list(range(0, 112, 16)), [0] * 7, [0] * 7, [100] * 7]
     assert np.isnan(bad).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "block", "activation"),
+    [
+        ("int4", (128, 1), "swiglu"),
+        ("int4", None, None),
+        ("int8", (128, 128), None),
+        ("float8_e4m3fn", (128, 1), "silu"),
+    ],
+)
+def test_converted_weights_with_tiles_of_eight_rows(dtype: str, block: Any, activation: Any) -> None:
+    """They begin at any row, and are multiplied by single warps. A group has two of them, one none, and rows are left."""
+    sizes = jnp.array([3, 0, 9, 1, 8, 5], jnp.int32)
+    x = jax.random.normal(jax.random.key(0), (30, 512)).astype(jnp.bfloat16)
+    w = tilewright.quantize(jax.random.normal(jax.random.key(1), (6, 512, 256)) / 512**0.5, dtype, block=block)
+    config = GroupedMatmulSm90Forward(128, 4, 4, block_m=8)
+
+    def product(implementation: ImplementationName, config: Any = None) -> jax.Array:
+        return tilewright.grouped_matmul(
+            x, w, sizes, activation=activation, implementation=implementation, config=config, out_dtype=jnp.float32
+        )
+
+    with tilewright.interpret():
+        got = product("pallas_gpu", config)
+    np.testing.assert_allclose(got, product("reference"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "block_m"), [(512, 8), (1024, 16), (3072, 32), (12_800, 64)])
+def test_converted_weights_have_tiles_for_groups_above_the_mean(rows: int, block_m: int) -> None:
+    w = jax.eval_shape(lambda: tilewright.quantize(jnp.zeros((128, 2048, 768)), "int4", block=(128, 1)))
+    x, sizes = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((128,), jnp.int32)
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(tilewright.grouped_matmul, x, w, sizes).decisions
+    assert decision.forward.config.block_m == block_m

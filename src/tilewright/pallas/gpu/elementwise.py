@@ -1,5 +1,8 @@
-"""Elementwise parts of kernels: vectors of channels in registers, their sums, and the sigmoid and softplus of float32."""
+"""Elementwise parts of kernels: vectors of channels in registers, their sums, and functions of float32: the sigmoid, the
+activations and softplus.
+"""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
+from tilewright.core import activation as activations
 from tilewright.pallas.gpu.kernel import interpreted
 
 THREADS = 128  # Of a warpgroup.
@@ -67,12 +71,18 @@ def store(ref: Any, value: jax.Array, layout: Any) -> None:
 
 
 def sigmoid(x: jax.Array, layout: Any) -> jax.Array:
-    """1 / (1 + exp(-x)) of float32 values in this layout, to about 2 units in the last place.
+    """1 / (1 + exp(-x)) of float32 values in this layout: to 3 roundings near 0, and elsewhere as exact as x is.
 
-    It takes two operations of the special function unit. `jax.nn.sigmoid` divides, which is rounded correctly and takes a
-    dozen instructions per element.
+    Each rounding of the exponent of 2 changes a small result by |x| roundings, as one of x does. It takes two operations of
+    the special function unit and two others per element. `jax.nn.sigmoid` takes six others, or a dozen where divisions are
+    rounded correctly.
     """
     return reciprocal(1.0 + jnp.exp2(x * -_LOG2_E), layout)
+
+
+def activate(activation: str | None, z: activations.Parts, layout: Any) -> jax.Array:
+    """The activation of float32 values in this layout: `core.activation.activate` with the sigmoid above."""
+    return activations.activate(activation, z, sigmoid=functools.partial(sigmoid, layout=layout))
 
 
 def softplus(x: jax.Array, layout: Any) -> jax.Array:

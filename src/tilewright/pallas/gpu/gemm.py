@@ -431,9 +431,7 @@ def largest_tile(
     block_n, most = (SCALED_BLOCK_N, SCALED_STAGES) if scales_each_step(call) else (BLOCK_N, STAGES)
     block_m = 64 if rows_per_group <= 64 else 128
     if call.x_scales is None and call.w_scales is not None:
-        # A group begins at any row, and its first tile at a multiple of ALIGNMENT.
-        before = ALIGNMENT - 1 if call.w.ndim == 4 else 0
-        block_m, most = weight_only.tile_rows(call, rows_per_group + before), weight_only.STAGES
+        block_m, most = weight_only.tile_rows(call, rows_per_group), weight_only.STAGES
     chosen = None
     for stages in range(most, 1, -1):
         chosen = config(block_n, stages, BAND, block_m=block_m, **fields)

@@ -42,19 +42,22 @@ def stored_columns(width: int, columns: int) -> range:
 
 
 def staging_scratch(consumers: int, rows: int, **dtypes: Any) -> dict[str, Any]:
-    """Scratch for the stores of each consumer warpgroup: `<name>_smem` [consumers, BUFFERS, rows, WIDTH] for each dtype, or
-    None where there is none.
+    """Scratch for the stores of each consumer warpgroup: `<name>_smem` [consumers, BUFFERS, rows, WIDTH] for each dtype.
+
+    It is None where there is no dtype, and where a name before it has the same: the stores of both take turns there.
     """
-    return {
-        f"{name}_smem": None if dtype is None else tile(consumers, BUFFERS, rows, WIDTH, dtype=dtype)
-        for name, dtype in dtypes.items()
-    }
+    scratch, have = {}, set()
+    for name, dtype in dtypes.items():
+        own = dtype is not None and jnp.dtype(dtype) not in have
+        scratch[f"{name}_smem"] = tile(consumers, BUFFERS, rows, WIDTH, dtype=dtype) if own else None
+        have |= {jnp.dtype(dtype)} if own else set()
+    return scratch
 
 
 class Staging:
     """The stores of one tile. Each copies from a buffer that the copy before the previous one has read.
 
-    Tiles of different dtypes have buffers of their own, by name.
+    Tiles of different dtypes have buffers of their own, by name. Two names may have the same buffers.
     """
 
     def __init__(self, **buffers: Any):

@@ -27,7 +27,7 @@ class GemmTiles(Config):
         cluster=(1, 2),
     )
     memory_fields = ("block_n", "stages", "block_m")
-    tile_rows: ClassVar[tuple[int, ...]] = (16, 32, WIDTH, 2 * WIDTH)
+    tile_rows: ClassVar[tuple[int, ...]] = (8, 16, 32, WIDTH, 2 * WIDTH)
     """What `block_m` may be."""
 
     block_n: int
@@ -39,7 +39,7 @@ class GemmTiles(Config):
     _: dataclasses.KW_ONLY
     block_m: int = 128
     """Rows of a tile: 64 or 128, for one or two consumer warpgroups. For weights that are quantised and rows that are not,
-    16, 32 or 64 of them are multiplied with weights that the kernel converts (a tile has 128 columns then, whatever
+    8, 16, 32 or 64 of them are multiplied with weights that the kernel converts (a tile has 128 columns then, whatever
     `block_n` says); with 128 the weights are converted before, for many rows."""
     cluster: int = 1
     """2: two thread blocks with adjacent rows share one read of their columns of the right operand. 1: each has its

@@ -16,6 +16,11 @@ steps, the other the odd ones. Each has stages of its own, since a warpgroup has
 for. At the end of a tile the second slice hands its sums over through shared memory, and the first one adds them, so the
 order is always the same. Wider tiles would leave multiprocessors idle. More rows need the registers of two consumers.
 
+Eight rows: a wgmma instruction has to be waited for, by all four warps, and begins once all of its weights are converted.
+For tiles of 8 rows each warp multiplies by itself (pallas/gpu/warp_mma.py), so the compiler interleaves conversions and
+products, and no warp waits for another. x is read by plain loads and lies in memory in their order, [K / 32, M, 32], so
+such tiles begin at any row. A step takes 218 instructions where that of wgmma takes 267, with 16 rows.
+
 Order of the contracted axis: a thread reads four adjacent bytes of a column, and the tensor cores expect two pairs of
 adjacent values at places 8 apart. The order does not matter as long as both operands have the same, so x is rearranged
 instead (`_arranged`): the pairs are the bytes 0 and 2, and 1 and 3, which need one shift for both. For 4 bits, whose bytes
@@ -29,11 +34,22 @@ loop in all, with 16 rows. At 4.8 TB/s (H200) a step may take some 750 clocks, i
 for 4 bits, 300 for int8 and 430 for float8.
 
 Measured on an H200, the kernel alone, with its share of 4.8 TB/s:
-- 512 rows in 128 groups, w [2048, 768]: int4 34.6 us (63 %), int8 51.4 us (80 %), float8 52.8 us (78 %).
-- 16 rows, w [7168, 16384]: int4 23.2 us (57 %), int8 31.9 us (77 %), float8 32.5 us (75 %).
+- 512 rows in 128 groups, w [2048, 768], tiles of 8 rows: int4 31.0 us (71 %), int8 50.9 us (81 %), float8 52.5 us (79 %).
+  With tiles of 16 rows: 32.7 us, 52.0 us and 53.3 us.
+- 16 rows, w [7168, 16384]: int4 20.4 us (64 %), int8 32.0 us (76 %), float8 32.5 us (75 %). One row, in a tile of 8: int4
+  19.1 us (68 %), in one of 16 20.4 us.
 - 64 rows, w [7168, 16384] (one slice): int4 28.5 us (45 %), int8 35.1 us (70 %), float8 40.9 us (60 %).
-Tried and dropped: one slice for 16 rows, int4 36.9 us and 23.9 us; with two slices, converting the weights of the next
-product of a step while the last is in flight: the same time. With one slice that is worth 2.6 us (int4, 64 rows).
+The groups with int4 miss 75 %, which is 29.1 us. The times with bfloat16 and int8 differ by their bytes at 4.58 TB/s, and
+6 to 7 us of both depend on no bytes; the bytes of int4 would take 29.3 us like that. 756 tiles are 5.7 per multiprocessor,
+and some have 6.
+
+Tried and dropped:
+- Single warps with 16 rows: int4 32.8 us for the groups, 20.7 to 21.5 us with [7168, 16384], and int8 32.3 us with that.
+- Two copies of 64 bytes of each column per step for int4, not one of 128: 31.9 to 33.5 us with 8 rows, 34.0 us with 16.
+- 4, 6 and 8 stages: 30.7, 31.0 and 31.0 us. Ten, with copies of 64 bytes: 33.5 us where 6 took 31.9 us.
+- One slice for 16 rows, int4 36.9 us and 23.9 us; with two slices, converting the weights of the next product of a step
+  while the last is in flight: the same time. With one slice that is worth 2.6 us (int4, 64 rows).
+- x rearranged by two transpositions: XLA takes 20 us for them, and 2.7 us for one.
 
 w lies column by column in memory (`QuantizedArray.layout` "column_major").
 """
@@ -56,6 +72,7 @@ from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch
 from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu import elementwise
 from tilewright.pallas.gpu.kernel import (
     compiler_params,
     interpreted,
@@ -79,18 +96,20 @@ from tilewright.pallas.gpu.registers import (
 )
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 from tilewright.pallas.gpu.staging import store_transposed
+from tilewright.pallas.gpu.warp_mma import CHUNK, product_with_rows
 from tilewright.pallas.gpu.wgmma import Accumulator, with_accumulators
 
 DEPTH = 128
 """Values of the contracted axis that share a scale."""
-TILE_ROWS = (16, 32, 64)
+TILE_ROWS = (8, 16, 32, 64)
 """The rows of x that a tile may have."""
 
 STAGES = 8
 """What heuristics take: as many as fit, up to this."""
 
+_SPARE = 4  # Of 128 groups of 4 rows in the mean, 3 have more than 8.
 _MOST_ROWS = 128  # More are better multiplied with weights that were converted before.
-_TILE_ROWS = 8  # Of a swizzled tile: where copies begin and end.
+_EIGHT = 8  # Rows of a swizzled tile: where copies begin and end. Tiles of so many are multiplied by single warps.
 _BYTES = 128  # Of a column of w, per step.
 _SLICED_ROWS = 32  # Of all parts: more take too many registers for four consumer warpgroups.
 _COLUMNS = 128  # Of w per tile: 64 per consumer warpgroup, the rows of a wgmma instruction.
@@ -137,6 +156,11 @@ class WeightOnly:
         return self.k // self.depth
 
     @property
+    def by_warps(self) -> bool:
+        """Whether each warp multiplies by itself. See the module."""
+        return self.rows == _EIGHT
+
+    @property
     def slices(self) -> int:
         """Slices of the contracted axis: each has consumer warpgroups, stages and sums of its own. See the module."""
         return 2 if self.rows * self.parts <= _SLICED_ROWS else 1
@@ -157,14 +181,15 @@ class WeightOnly:
 
     def scratch(self) -> dict[str, Any]:
         stages, members = -(-self.stages // self.slices) * self.slices, _members()
-        size = _BYTES // self.per_byte
         buffers = {
-            "w": tile(stages, self.parts, self.per_byte, _COLUMNS, size, dtype=jnp.int8),
-            "x": tile(stages, self.rows, self.depth, dtype=jnp.bfloat16),
+            "w": tile(stages, self.parts, _COLUMNS, _BYTES, dtype=jnp.int8),
+            "x": plgpu.SMEM((stages, self.depth // CHUNK, self.rows, CHUNK), jnp.bfloat16)
+            if self.by_warps
+            else tile(stages, self.rows, self.depth, dtype=jnp.bfloat16),
         }
         if self.scales_in_stages:
             buffers["scales"] = plgpu.SMEM((stages, self.per_byte, self.parts, _COLUMNS), jnp.float32)
-        copies = len(buffers) - 1 + self.parts * self.per_byte
+        copies = len(buffers) - 1 + self.parts
         sliced, one_each = self.slices > 1, plgpu.Barrier(num_arrivals=1, num_barriers=members)
         return {
             "pipeline": Pipeline.scratch(stages, consumers=members, copies=copies, **buffers),
@@ -184,7 +209,7 @@ class WeightOnly:
         x: jax.Array,  # [M, K] bfloat16
         w: jax.Array,  # [G, P, N, KB], as it lies in memory, int8 or float8
         scales: jax.Array,  # [G, KS, P, NS]
-        tiles: jax.Array,  # int32 [4, tiles]: `START`, a multiple of 8, and so on
+        tiles: jax.Array,  # int32 [4, tiles]: `START`, a multiple of `alignment(rows)`, and so on
         count: jax.Array,  # [1] or more, all equal: the tiles
         out_dtype: Any,
         *,
@@ -199,7 +224,7 @@ class WeightOnly:
             functools.partial(_kernel, product=self, activation=activation),
             name=name,
             inputs={
-                "x": with_rows_past_end(padded(_arranged(x, self.per_byte), 0, _TILE_ROWS), self.rows),
+                "x": _arranged(with_rows_past_end(padded(x, 0, _EIGHT), self.rows), self.per_byte, self.by_warps),
                 "w": whole(lax.bitcast_convert_type(w, jnp.int8), _COLUMNS, _BYTES),
                 "scales": self._readable(scales),
                 "tiles": tiles,
@@ -232,21 +257,32 @@ def converts(call: Any, config: Any) -> bool:
     return call.x_scales is None and call.w_scales is not None and config.block_m in TILE_ROWS and not refused(call)
 
 
+def alignment(rows: int) -> int:
+    """Tiles of so many rows begin at multiples of this."""
+    return 1 if rows == _EIGHT else _EIGHT
+
+
 def tile_rows(call: Any, rows: int) -> int:
-    """The rows of a tile for a call with quantised weights and so many rows in a group; 128, of weights that are converted
-    before, for many.
+    """The rows of a tile for a call with quantised weights and so many rows, in groups in the mean; 128, of weights that
+    are converted before, for many.
     """
     if rows > _MOST_ROWS or refused(call):
         return 128
-    return next((each for each in TILE_ROWS if rows <= each), TILE_ROWS[-1])
+    grouped = call.w.ndim == 4
+
+    def spare(tile: int) -> int:
+        """For groups larger than the mean; where tiles begin at multiples of 8, for the rows before a group's first."""
+        return max(_SPARE, alignment(tile) - 1) if grouped else 0
+
+    return next((each for each in TILE_ROWS if rows + spare(each) <= each), TILE_ROWS[-1])
 
 
 def refused(call: Any) -> str | None:
     """Why the kernel cannot convert the weights of a call of products; or None."""
     k, n, (depths, _, columns) = call.x.shape[-1], call.w.shape[-1], call.w_scales.shape[-3:]
     depth = _BYTES * (2 if call.w_dtype == "int4" else 1)
-    if k % depth or n % _TILE_ROWS:
-        return f"K={k} and N={n} must be multiples of {depth} and {_TILE_ROWS}"
+    if k % depth or n % _EIGHT:
+        return f"K={k} and N={n} must be multiples of {depth} and {_EIGHT}"
     if depths not in (1, k // DEPTH) or columns not in (n, n // DEPTH if n % DEPTH == 0 else n):
         return f"the scales of w must be per column, or per {DEPTH} of K and per column or {DEPTH} columns"
     return None
@@ -298,12 +334,17 @@ def multiply(
     return y.astype(out_dtype), z.astype(jnp.bfloat16)
 
 
-def _arranged(x: jax.Array, per_byte: int) -> jax.Array:
-    """x [M, K] in the order in which the products contract it; see the module."""
+def _arranged(x: jax.Array, per_byte: int, in_chunks: bool) -> jax.Array:
+    """x [M, K] in the order in which the products contract it, see the module; [K / 32, M, 32] by `in_chunks` of
+    warp_mma.py.
+    """
     m, k = x.shape
-    groups = DEPTH // (16 * per_byte)  # Of 16 bytes, per 128 values.
-    x = x.reshape(m, k // DEPTH, groups, 4, 2, 2, per_byte)  # [..., four bytes, value of pair, pair, value of byte]
-    return x.transpose(0, 1, 6, 2, 5, 3, 4).reshape(m, k)
+    groups = DEPTH // (32 * per_byte)  # Of 32 bytes, per 128 values.
+    # [M, 128 values, 32 bytes, 16 bytes, four bytes, value of pair, pair, value of byte]
+    x = x.reshape(m, k // DEPTH, groups, 2, 4, 2, 2, per_byte)
+    if in_chunks:  # One transposition: XLA would take ten times as long for two.
+        return x.transpose(1, 7, 2, 0, 4, 3, 6, 5).reshape(k // CHUNK, m, CHUNK)
+    return x.transpose(0, 1, 7, 2, 3, 6, 4, 5).reshape(m, k)
 
 
 @dataclass(frozen=True)
@@ -324,7 +365,7 @@ class _OwnStages(Pipeline):
 def _kernel(
     *,
     # inputs
-    x_ref,  # [M, K]
+    x_ref,  # [M, K], or in chunks (warp_mma.py)
     w_ref,  # [G, P, N, KB]
     scales_ref,  # [G, KS, P, NS]
     tiles_ref,  # [4, tiles]
@@ -346,9 +387,12 @@ def _kernel(
     width = _COLUMNS // members
     shape = (width, product.rows)
     warpgroup, program, blocks = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_size("program")
-    count = lax.div(count_ref[0] * columns - program + blocks - 1, jnp.int32(blocks))
     groups, per_step = w_ref.shape[0], product.per_byte
     blocked, per_column = scales_ref.shape[1] > 1, scales_ref.shape[-1] >= product.n
+
+    def own_tiles() -> Any:
+        """The number of this thread block's tiles, loaded."""
+        return lax.div(count_ref[0] * columns - program + blocks - 1, jnp.int32(blocks))
 
     def locate(done: Any) -> tuple[Any, Any]:
         """The tile of rows and the block of columns. The rows of a group follow each other: they share its weights."""
@@ -387,14 +431,18 @@ def _kernel(
                 depth = jnp.minimum(step * slices + part_of_k, product.steps - 1) * per_step
                 return tuple(scale(depth + each, part) for each, part in work)
 
+            def stored_weights(stage: Any) -> list[jax.Array]:
+                """Of each part, [64, bytes] int8."""
+                return [_loaded(pipeline.w.at[stage, part, own]) for part in parts]
+
             def one_step(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 """Products of 128 values each: the weights of the next ones are converted while the last are multiplied."""
                 totals, loaded = carry
 
-                def issue(i: int, stage: Any, total: Accumulator) -> jax.Array | None:
+                def issue(i: int, stage: Any, weights: list[jax.Array], total: Accumulator) -> jax.Array | None:
                     """Begins a product, and returns its scales."""
                     each, part = work[i]
-                    a = _converted(pipeline.w.at[stage, part, each, own], product.stored)  # [64, 128]
+                    a = _converted(weights[part], product.stored, each)  # [64, 128]
                     total.add(a, transposed(pipeline.x.at[stage, :, pl.ds(each * DEPTH, DEPTH)]))
                     if product.scales_in_stages:
                         return _scales_in_stage(pipeline.scales.at[stage, each, part, own])
@@ -402,9 +450,10 @@ def _kernel(
 
                 def run(*sums: Accumulator) -> tuple[jax.Array, ...]:
                     results, scales, stage = list(totals), [], stages.wait(before + n)
+                    weights = stored_weights(stage)
                     for i, (_, part) in enumerate(work):
                         for following in range(len(scales), min(i + 1 + product.ahead, len(work))):
-                            scales.append(issue(following, stage, sums[following]))
+                            scales.append(issue(following, stage, weights, sums[following]))
                         x, by = sums[i].read(in_flight=len(scales) - i - 1), scales[i]
                         if i + 1 == len(work):
                             stages.release(before + n, stage=stage)
@@ -414,9 +463,26 @@ def _kernel(
                 # The next scales are loaded into the registers of those that were used: no move waits for them.
                 return with_accumulators((shape,) * len(work), run), scales_of(n + 1)
 
+            def one_step_by_warps(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                """The same by single warps: the compiler interleaves conversions and products."""
+                totals, loaded = carry
+                results, stage = list(totals), stages.wait(before + n)
+                weights = stored_weights(stage)
+                for i, (each, part) in enumerate(work):
+                    a = _converted(weights[part], product.stored, each)  # [64, 128]
+                    chunks = pl.ds(each * (DEPTH // CHUNK), DEPTH // CHUNK)
+                    x = product_with_rows(a, pipeline.x.at[stage, chunks])  # [64, rows]
+                    by = loaded[i] if loaded else None
+                    if product.scales_in_stages:
+                        by = _scales_in_stage(pipeline.scales.at[stage, each, part, own])
+                    results[part] = results[part] + (x if by is None else scaled(x, by))
+                stages.release(before + n, stage=stage)
+                return tuple(results), scales_of(n + 1)
+
             at_end = [None if blocked else scale(0, part) for part in parts]
             zeros = tuple(tile_of_zeros(shape) for _ in parts)
-            z, _ = lax.fori_loop(0, steps, one_step, (zeros, scales_of(0)))
+            step = one_step_by_warps if product.by_warps else one_step
+            z, _ = lax.fori_loop(0, steps, step, (zeros, scales_of(0)))
 
             def finish(z: tuple[jax.Array, ...], place: tuple[Any, ...], bad: Any) -> None:
                 start, *bounds = place
@@ -425,7 +491,7 @@ def _kernel(
                 if bias_ref is not None:
                     biases = (load_row_vector(bias_ref.at[part, pl.ds(first_column, width)]) for part in parts)
                     z = tuple(each + along_rows(bias, shape) for each, bias in zip(z, biases, strict=True))
-                y = activate(activation, z)
+                y = elementwise.activate(activation, z, WGMMA)
                 if bad is not None:
                     y = y + bad
                 first, end = (jnp.clip(bound - start, 0, product.rows) for bound in bounds)
@@ -456,34 +522,37 @@ def _kernel(
 
             return before + steps
 
-        lax.fori_loop(0, count, one_tile, jnp.int32(0))
+        lax.fori_loop(0, own_tiles(), one_tile, jnp.int32(0))
 
     @pl.when(warpgroup == slices * members)
     def _produce():
         plgpu.set_max_registers(product.registers[1], action="decrease")
         whole_turns, rest = divmod(product.steps, slices)
 
-        def one_tile(done: Any, before: Any) -> Any:
-            """`before`: the tiles before this one that have weights."""
-            row, column = locate(done)
-            start, group = tiles_ref[START, row], tiles_ref[GROUP, row]
+        def place_of(done: Any) -> tuple[Any, Any]:
+            row = jnp.minimum(locate(done)[0], tiles_ref.shape[1] - 1)
+            return tiles_ref[START, row], tiles_ref[GROUP, row]
+
+        def one_tile(done: Any, carry: tuple[Any, tuple[Any, Any]]) -> tuple[Any, tuple[Any, Any]]:
+            """`carry`: the tiles before this one that have weights, and this tile's place."""
+            (before, (start, group)), following = carry, place_of(done + 1)
+            _, column = locate(done)
             own = pl.ds(column * _COLUMNS, _COLUMNS)
 
             def step(turn: Any, part_of_k: int) -> None:
                 stages = _OwnStages.of(pipeline, part_of_k, slices)
                 number, n = before * (whole_turns + (part_of_k < rest)) + turn, turn * slices + part_of_k
                 stage = stages.acquire(number)
-                size = _BYTES // per_step
                 copies = [
-                    (
-                        w_ref.at[group, part, own, pl.ds(n * _BYTES + each * size, size)],
-                        pipeline.w.at[stage, part, each],
-                    )
+                    (w_ref.at[group, part, own, pl.ds(n * _BYTES, _BYTES)], pipeline.w.at[stage, part])
                     for part in parts
-                    for each in range(per_step)
                 ]
-                rows = x_ref.at[pl.ds(start, product.rows), pl.ds(n * product.depth, product.depth)]
-                copies.append((rows, pipeline.x.at[stage]))
+                rows, depth = pl.ds(start, product.rows), product.depth
+                if product.by_warps:
+                    source = x_ref.at[pl.ds(n * (depth // CHUNK), depth // CHUNK), rows]
+                else:
+                    source = x_ref.at[rows, pl.ds(n * depth, depth)]
+                copies.append((source, pipeline.x.at[stage]))
                 if product.scales_in_stages:
                     depths = pl.ds(n * per_step, per_step)
                     copies.append((scales_ref.at[group, depths, :, own], pipeline.scales.at[stage]))
@@ -498,9 +567,10 @@ def _kernel(
             lax.fori_loop(0, jnp.where(has_weights, whole_turns, 0), one_turn, ())
             for part_of_k in range(rest):
                 pl.when(has_weights)(functools.partial(step, jnp.int32(whole_turns), part_of_k))
-            return before + has_weights.astype(jnp.int32)
+            return before + has_weights.astype(jnp.int32), following
 
-        lax.fori_loop(0, count, one_tile, jnp.int32(0))
+        first = place_of(jnp.int32(0))  # Loaded together with the number of tiles.
+        lax.fori_loop(0, own_tiles(), one_tile, (jnp.int32(0), first))
 
 
 def _scales_in_stage(ref: Any) -> jax.Array:
@@ -518,29 +588,36 @@ _STORED = plgpu.Layout.TILED(
 )
 
 
-def _converted(ref: Any, stored: str) -> jax.Array:
-    """The weights of 64 columns in shared memory, [64, bytes] int8, as bfloat16 [64, 128] in the products' layout.
+def _loaded(ref: Any) -> jax.Array:
+    """The bytes of the weights of 64 columns in shared memory, [64, bytes] int8."""
+    return ref[...] if interpreted() else plgpu.load(ref, layout=_STORED, optimized=False)
+
+
+def _converted(loaded: jax.Array, stored: str, part: int) -> jax.Array:
+    """The `part`-th 128 values of each of 64 columns, bfloat16 [64, 128] in the products' layout, from all bytes of a step.
 
     Integers are divided by _INTEGER_UNIT. For 4 bits: the low halves of the bytes, then the high ones. The order of the
     bytes is that of `_arranged`.
     """
-    if interpreted():
-        return jnp.concatenate([_reordered(values) for values in _plain_values(ref[...], stored)], axis=1)
-    values = plgpu.load(ref, layout=_STORED, optimized=False)
-    shape = plgpu.ShapeDtypeStruct((ref.shape[0], DEPTH), jnp.dtype(jnp.bfloat16), layout=WGMMA)
     conversions = _CONVERSIONS[stored]
+    size = DEPTH // len(conversions)
+    if interpreted():
+        own = loaded[:, part * size : (part + 1) * size]
+        return jnp.concatenate([_reordered(values) for values in _plain_values(own, stored)], axis=1)
+    shape = plgpu.ShapeDtypeStruct((loaded.shape[0], DEPTH), jnp.dtype(jnp.bfloat16), layout=WGMMA)
 
     def body(_: Any, given: Any) -> Any:
         registers = np.empty(mosaic.WGMMA_LAYOUT.registers_shape(shape.shape), dtype=object)
-        groups = given.registers.shape[1]  # Of 16 bytes.
-        for (row, group, *place), register in np.ndenumerate(given.registers):
+        groups = size // 16  # Of 16 bytes.
+        own = given.registers[:, part * groups : (part + 1) * groups]
+        for (row, group, *place), register in np.ndenumerate(own):
             word = _as_int32(register)
             for number, pairs in enumerate(conversions):
                 for pair, bits in enumerate(pairs(word)):
                     registers[(row, 2 * (number * groups + group) + pair, *place)] = _as_bfloat16(bits)
         return mosaic.FragmentedArray(_registers=registers, _layout=mosaic.WGMMA_LAYOUT, _is_signed=None)
 
-    return plgpu.inline_mgpu(arg_types=(_STORED,), return_type=shape)(body)(values)
+    return plgpu.inline_mgpu(arg_types=(_STORED,), return_type=shape)(body)(loaded)
 
 
 def _plain_values(stored_bytes: jax.Array, stored: str) -> list[jax.Array]:

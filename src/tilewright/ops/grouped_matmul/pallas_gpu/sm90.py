@@ -13,6 +13,9 @@ stored. A tile without such rows is copied through shared memory; of the others 
 
 Where the sizes are wrong, y and both gradients are NaN (`poison`).
 
+swiglu of 65,536 rows in 128 groups, [2048, 2 x 768], takes 0.790 ms on an H200, where the product alone takes 0.785 ms and
+it took 0.816 ms with three stages and a slower activation (ops/matmul/pallas_gpu/sm90.py).
+
 All sums are in one order: the same bits in every run.
 
 Quantised weights with a float x: for up to 128 rows per group in the mean the kernel converts them
@@ -28,7 +31,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.core.products import dequantized_weights
@@ -39,9 +41,11 @@ from tilewright.ops.grouped_matmul.pallas_gpu.sm90_dw import dw_gemm, dw_scratch
 from tilewright.ops.grouped_matmul.pallas_gpu.sm90_tiles import row_tile_list
 from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.block_scales import DEPTH, BlockScale, refused_operands, scale_operands, scaled_at_end
+from tilewright.pallas.gpu.elementwise import activate
 from tilewright.pallas.gpu.gemm import ALIGNMENT, BAND, BLOCK_N, MEMORY_FIELDS, STAGES, Gemm, Plan, largest_tile
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape, with_rows_past_end
 from tilewright.pallas.gpu.pipeline import Pipeline
+from tilewright.pallas.gpu.registers import WGMMA
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, store_rows, stored_columns
 from tilewright.pallas.gpu.swiglu_gradient import rounded_d_product
@@ -63,7 +67,7 @@ def _rows_kernel(
     z_ref,  # [M, parts, n]
     # scratch
     y_smem,  # [consumers, BUFFERS, rows, WIDTH]
-    z_smem,  # [consumers, BUFFERS, rows, WIDTH]
+    z_smem,  # The same, or None where z shares those of y
     pipeline: Pipeline,
     # static
     gemm: Gemm,
@@ -101,11 +105,11 @@ def _rows_kernel(
 
         def parts_of(products: tuple[jax.Array, ...], begin: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             z = tuple(product[:, begin : begin + WIDTH] for product in products)
-            y = activate(activation, z)
+            y = activate(activation, z, WGMMA)
             return y + bad, z
 
         def store_all(products: tuple[jax.Array, ...]) -> None:
-            staging = Staging(y=y_smem.at[consumer], z=None if z_ref is None else z_smem.at[consumer])
+            staging = Staging(y=y_smem.at[consumer], z=(y_smem if z_smem is None else z_smem).at[consumer])
             for begin in stored_columns(gemm.width, gemm.n):
                 y, z = parts_of(products, begin)
                 at = pl.ds(column * gemm.width + begin, WIDTH)
@@ -235,7 +239,8 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
     """Saves z where there is an activation."""
     name = "grouped_matmul_forward"
     if weight_only.converts(call, launch.config):
-        tiles, count, bad = row_tile_list(call.group_sizes, call.x.shape[0], launch.config.block_m)
+        rows = launch.config.block_m
+        tiles, count, bad = row_tile_list(call.group_sizes, call.x.shape[0], rows, weight_only.alignment(rows))
         return weight_only.multiply(call, launch, tiles, count, call.out_dtype, name=name, save=save, poison=bad)
     gemm = _forward_gemm(call, launch)
     w, scales = _operands(call, gemm)

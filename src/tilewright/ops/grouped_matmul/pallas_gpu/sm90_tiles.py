@@ -1,6 +1,6 @@
 """The list of the tiles of rows of grouped products, made on the device by one small kernel.
 
-The tiles of a group of rows [lower, upper) begin at the last multiple of ALIGNMENT that is not after `lower`, and have
+The tiles of a group of rows [lower, upper) begin at the last multiple of `alignment` that is not after `lower`, and have
 block_m rows each. An empty group has none. Rows past the last group are a group of their own, number G.
 
 Blocking: each thread has one tile. All threads go through the groups in order and add up the rows and the tiles before
@@ -31,15 +31,17 @@ _TOGETHER = 32
 _LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
-def row_tile_list(group_sizes: jax.Array, m: int, block_m: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def row_tile_list(
+    group_sizes: jax.Array, m: int, block_m: int, alignment: int = ALIGNMENT
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The tiles of m rows in groups: int32 [4, tiles] (`START` and so on); their number; and the poison.
 
-    `block_m` is a power of two. The last two results are [128], all elements equal. Tiles past that number are of group G.
-    The poison is float32, as that of call.py: NaN where sizes are negative or sum past m, else 0.
+    `block_m` and `alignment` are powers of two. The last two results are [128], all elements equal. Tiles past that number
+    are of group G. The poison is float32, as that of call.py: NaN where sizes are negative or sum past m, else 0.
     """
-    blocks = pl.cdiv(most_tiles(m, group_sizes.shape[0] + 1, block_m, ALIGNMENT), THREADS)
+    blocks = pl.cdiv(most_tiles(m, group_sizes.shape[0] + 1, block_m, alignment), THREADS)
     outputs = run_kernel(
-        functools.partial(_tiles_kernel, m=m, block_m=block_m),
+        functools.partial(_tiles_kernel, m=m, block_m=block_m, alignment=alignment),
         name="grouped_matmul_tiles",
         inputs={"sizes": group_sizes.astype(jnp.int32)},
         outputs={
@@ -64,6 +66,7 @@ def _tiles_kernel(
     # static
     m: int,
     block_m: int,
+    alignment: int,
 ):
     groups, block = sizes_ref.shape[0], lax.axis_index("block")
     number = block * THREADS + plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_LAYOUT)
@@ -76,7 +79,7 @@ def _tiles_kernel(
 
         Until all groups are done, the field START has the first tile of the group.
         """
-        rows = upper - (lower & -ALIGNMENT) + (block_m - 1)
+        rows = upper - (lower & -alignment) + (block_m - 1)
         count = lax.shift_right_logical(rows, jnp.int32(block_m.bit_length() - 1))
         own = {START: first, GROUP: group, GROUP_START: lower, GROUP_END: upper}
         fields = tuple(jnp.where(number >= first, everywhere(own[name]), fields[name]) for name in range(len(own)))
@@ -110,7 +113,7 @@ def _tiles_kernel(
     count, fields = with_group(jnp.int32(groups), lower, jnp.int32(m), first, fields)
 
     own = pl.ds(block * THREADS, THREADS)
-    begin = (fields[GROUP_START] & -ALIGNMENT) + (number - fields[START]) * block_m
+    begin = (fields[GROUP_START] & -alignment) + (number - fields[START]) * block_m
     for name, field in enumerate(fields):
         tiles_ref[name, own] = begin if name == START else field
 

@@ -8,10 +8,21 @@ memory about once per band of block rows.
 Blocking: the main loop of pallas/gpu/gemm.py, tiles of [block_m, block_n]. The epilogue adds the bias, applies the
 activation in float32 and stores the tile in parts of 64 columns through two buffers in shared memory. With swiglu a tile
 has half of its columns from the gates and half from the values, so both are in the same registers. Where a gradient will
-be asked for, z = x w + bias is stored beside y.
+be asked for, z = x w + bias is stored beside y, through the same buffers where it has the same dtype. With buffers of its
+own there was room for three stages only, which costs 2 %, whether z was stored or not.
 
-The gradients are the same kernel without an epilogue: dx reads w, and dw reads x, transposed in shared memory, so neither
-has a transposed copy. dz is computed from z and dy in one pass over memory, for swiglu by a kernel.
+swiglu takes an exponential and a reciprocal per element (pallas/gpu/elementwise.py). At 16 per clock of a multiprocessor,
+those of a tile of 128 x 256 take 2,048 clocks of the 115,000 that the product takes with K = 7,168. Measured on an H200 in
+bfloat16, medians of queued calls, in three runs:
+- 4096 x 7168 x (2 x 8192): 1.433, 1.405 and 1.444 ms, 0.950, 0.954 and 0.962 of cuBLAS's product and XLA's activation
+  after it. The product alone: 1.452, 1.401 and 1.445 ms. Before, with 3 stages and eight FP32 instructions per element, of
+  which four remain: 1.467 ms, 0.973.
+- 8192 x 8192 x (2 x 4096): 1.619, 1.601 and 1.655 ms, 0.957, 0.960 and 0.967. The product alone: 1.623 and 1.635 ms in the
+  first and the last. Before: 1.670 ms, 0.987.
+
+Tried and dropped: the second consumer begins each tile one, two or three steps behind the first, so that their epilogues do
+not coincide: 1.443, 1.445 and 1.455 ms where it takes 1.444 ms, and 3 to 6 % more for grouped products, whose tiles have
+32 steps. Where the compiler takes the first steps out of the loop for that, it costs 9 %.
 
 Edges: no size needs to be whole blocks. Copies fill with zeros past the end of an array and do not write there. Arrays
 must be whole tiles of 8 rows of 128 bytes: an M that is no multiple of 8, or K and N of 64, cost padded copies.
@@ -42,7 +53,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
 from tilewright.core.implementation import Launch, Pass
 from tilewright.core.products import d_product, dequantized_weights
@@ -52,6 +62,7 @@ from tilewright.ops.matmul.pallas_gpu import sm90_few_rows as few_rows
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu import weight_only
 from tilewright.pallas.gpu.block_scales import DEPTH, BlockScale, refused_operands, scale_operands, scaled_at_end
+from tilewright.pallas.gpu.elementwise import activate
 from tilewright.pallas.gpu.gemm import (
     BAND,
     BLOCK_N,
@@ -65,7 +76,7 @@ from tilewright.pallas.gpu.gemm import (
 )
 from tilewright.pallas.gpu.kernel import aligned, aligned_size, smem_bytes, whole, whole_shape
 from tilewright.pallas.gpu.pipeline import Pipeline
-from tilewright.pallas.gpu.registers import load_along_columns, load_tile
+from tilewright.pallas.gpu.registers import WGMMA, load_along_columns, load_tile
 from tilewright.pallas.gpu.staging import WIDTH, Staging, staging_scratch, stored_columns
 from tilewright.pallas.gpu.swiglu_gradient import rounded_d_product
 from tilewright.pallas.gpu.tile_config import TALL
@@ -91,7 +102,7 @@ def _kernel(
     z_ref,  # [m, parts, n]
     # scratch
     y_smem,  # [consumers, BUFFERS, rows, WIDTH]
-    z_smem,  # [consumers, BUFFERS, rows, WIDTH]
+    z_smem,  # The same, or None where z shares those of y
     pipeline: Pipeline,
     # static
     gemm: Gemm,
@@ -103,7 +114,7 @@ def _kernel(
         rows = pl.ds((i * gemm.consumers + consumer) * gemm.rows, gemm.rows)
 
         def finish(*products: jax.Array) -> None:
-            staging = Staging(y=y_smem.at[consumer], z=None if z_ref is None else z_smem.at[consumer])
+            staging = Staging(y=y_smem.at[consumer], z=(y_smem if z_smem is None else z_smem).at[consumer])
             for start in stored_columns(gemm.width, gemm.n):
                 columns = pl.ds(j * gemm.width + start, WIDTH)
                 z = tuple(product[:, start : start + WIDTH] for product in products)
@@ -114,7 +125,7 @@ def _kernel(
                 if z_ref is not None:
                     for part, each in enumerate(z):
                         staging.store(each, z_ref.at[rows, part, columns], "z")
-                y = activate(activation, z)
+                y = activate(activation, z, WGMMA)
                 if residual_ref is not None:
                     y = y + load_tile(residual_ref.at[rows, columns]).astype(jnp.float32)
                 staging.store(y, y_ref.at[rows, columns], "y")

@@ -91,9 +91,7 @@ def test_unequal_lengths_in_splits() -> None:
         pytest.param({"lengths": [300, 3, 301, -1], "s": 300, "d": 128}, 1, id="one_split"),
         pytest.param({"lengths": [300, 130], "s": 300, "d": 128}, 3, id="three_splits"),
         # The second tile of heads begins with heads of the first.
-        pytest.param({"lengths": [70, 5], "s": 70, "h": 40, "d": 128}, 1, id="heads_40"),
         pytest.param({"lengths": [70, 5], "s": 70, "h": 40, "d": 128}, 2, id="heads_40_splits"),
-        pytest.param({"lengths": [70, 5], "s": 70, "h": 64, "d": 128}, 2, id="heads_64_splits"),
         # Keys have no channels of their own.
         pytest.param({"lengths": [66, 40], "s": 66, "h": 16, "d": 128, "value_dim": 128}, 2, id="values_are_keys"),
         pytest.param({"lengths": [100, 7], "s": 104, "h": 16, "d": 576, "value_dim": 512}, 2, id="widths_of_mla"),

@@ -14,7 +14,9 @@ the end of the keys' last stage, whatever it holds: their results are dropped. T
 and values into the stages in shared memory. It needs no producer warpgroup, since the products and the softmax of a block
 take half the time of its copy; so there are full barriers and no empty ones. Neighbouring thread blocks take the key heads
 of the same tokens, which are neighbours in memory. Where there are more of them than run at a time, they take long
-sequences first (`order`, up to 128 sequences).
+sequences first (`order`, up to 128 sequences), and the copy of a last block of keys that are in one piece is of a quarter
+of it, of a half or of all. H200, B64, 16/8 heads D128, room for 1,088 keys, caches cold: 69.5 us instead of 70.1 us with
+1,040 keys in each sequence, and 38.0 us instead of 39.2 us with lengths from 1 to 1,088.
 
 With one split, the kernel divides, adds the sink and writes out and logsumexp: one launch. With more, each split writes
 sums that are not divided yet, their maximum and their total, and a second kernel combines the splits in order: two
@@ -35,16 +37,21 @@ Tried and dropped:
 - a last block, told by a counter, that combines the splits: clearing the counter is a launch too, and Pallas' interpreter
   has no such counters.
 - as many thread blocks as run at a time, each with several sequences in turns, the copies of the next ones in flight while
-  one is finished (H200, B64 S1088 16/8 heads D128, and B64 S8192 32/8 heads): 66.7 us instead of 69.0 us with 1,040 keys in
-  each sequence, but 45.8 us instead of 44.5 us with lengths from 1 to 1,088, and 308 us instead of 285 us from 1 to 8,192.
-  A thread block with two long ones ends last, where the GPU gives the next to whichever is free.
-- copies of only the quarters of a last block that are in use: 67.97 us instead of 68.05 us, and 8.6 us instead of 7.8 us
-  for one sequence (16/8 heads, 1,040 keys).
+  one is finished (H200, B64 S1088 16/8 heads D128, and B64 S8192 32/8 heads). In the order of the batch: 66.7 us instead of
+  69.0 us with 1,040 keys in each sequence, but 45.8 us instead of 44.5 us with lengths from 1 to 1,088, and 308 us instead
+  of 285 us from 1 to 8,192. With the longest first, and every other turn backwards: 69.2 us instead of 69.9 us, but
+  41.3 us instead of 39.4 us, and 289.4 us instead of 283.1 us. With short copies of last blocks, too: 67.5, 40.0 and
+  287.6 us, where these copies alone give 69.5 and 38.5 us (the last shape was not timed with them alone). Equal lengths
+  gain up to 3 %, and unequal ones, which are the rule, lose 2 to 5 %: without turns the GPU gives the next sequence to
+  whichever thread block is free.
+- a copy for each quarter of a last block that is in use: 67.97 us instead of 68.05 us, and 8.6 us instead of 7.8 us for one
+  sequence (16/8 heads, 1,040 keys).
 - one thread block per multiprocessor, with twice the stages and half the splits: up to 3 % faster with equal lengths (H200,
   D128, B1 and B16). Unequal lengths are the rule, and then a long sequence would be in fewer splits.
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -82,6 +89,7 @@ from tilewright.pallas.gpu.wgmma import accumulate, not_bfloat16, product
 _WIDEST = 256
 _CLEANED_CHANNELS = 128  # Value channels that are masked at a time.
 _BLOCK_K = 64
+_PARTS = (4, 2, 1)  # The copy of a last block is of the first quarter of it, of the first half, or of all.
 _MOST_STAGES = 8
 _BLOCKS_PER_MULTIPROCESSOR = 2
 _SMEM_BESIDE_SCRATCH = 3072  # Room for sums across warps, and what the compiler aligns.
@@ -198,6 +206,9 @@ def _decode_kernel(
     block_k, stages, paged, window = config.block_k, config.stages, table_ref is not None, call.window
     stored, width = k_ref.shape[1], v_smem.shape[-1]  # Keys of a sequence in memory, padded, or of a page.
     shape, piece = (ROWS, block_k), math.gcd(width, _CLEANED_CHANNELS)
+    # Keys of a copy. All blocks are whole where all thread blocks run at a time: short copies were not measured there, and
+    # a copy for each quarter made one sequence slower.
+    sizes = tuple(block_k // part for part in _PARTS) if config.longest_first else (block_k,)
 
     rest, n_tile = divmod_nonnegative(lax.axis_index("work"), rows.tiles)
     rest, kv = divmod_nonnegative(rest, rows.kv)
@@ -230,8 +241,15 @@ def _decode_kernel(
         stage, block = stage_of(n), begin + n
         for ref, smem, full in ((k_ref, k_smem, k_full), (v_ref, v_smem, v_full)):
             if not paged:
-                source = ref.at[b, pl.ds(start_of(block), block_k), kv]
-                plgpu.copy_gmem_to_smem(source, smem.at[rows_of(stage, 0, block_k)], full.at[stage])
+                start = start_of(block)
+                for below, size in itertools.pairwise((0, *sizes)):
+                    source, target = ref.at[b, pl.ds(start, size), kv], smem.at[rows_of(stage, 0, size)]
+                    copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, full.at[stage])
+                    if len(sizes) == 1:
+                        copy()
+                    else:  # What a stage holds past the length is masked like what the cache holds there.
+                        rest = length - start
+                        pl.when((rest > below) & ((rest <= size) | (size == block_k)))(copy)
                 continue
             keys = min(stored, block_k)
             for first in range(0, block_k, keys):

@@ -1,5 +1,6 @@
 """Tuning: what is searched in which order, what counts as a gain, and that nothing that was measured is lost."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.cli.test_cli import ran
 from tests.workbench.planted.api import OP
 from tests.workbench.planted.xla import TwiceXlaForward
 from tilewright.cli.main import app
+from tilewright.cli.tune import _interrupted, _line, _show
 from tilewright.core import dispatch, numerics, tuned
 from tilewright.core.chip import Chip
 from tilewright.core.config import Config, search_over
@@ -166,6 +169,14 @@ def test_a_spent_budget_ends_the_search_after_the_first_config() -> None:
     assert (trial.seen, search.best, search.complete) == ([Tiles()], Tiles(), False)
 
 
+def test_a_spent_budget_leaves_time_for_what_others_are_compared_with() -> None:
+    """A search that starts from what a table has is compared with the heuristic's config, also when it is over at once."""
+    trial = Trial(distance)
+    search = Search(Space(Tiles(8), lambda config: None), trial, Budget(0), always=(Tiles(),))
+    list(search.run([Tiles(), Tiles(16)]))
+    assert (trial.seen, search.best, search.complete) == ([Tiles(8), Tiles()], Tiles(8), False)
+
+
 def test_a_gain_inside_the_noise_is_none() -> None:
     noise = random.Random(0)
     assert not is_gain([1 + noise.gauss(0, 0.05) for _ in range(9)])
@@ -224,6 +235,7 @@ def test_a_gain_is_put_into_the_table_and_dispatch_takes_it(target: Target, tabl
     table = results.write_csv(tmp_path / "tune.jsonl").read_text().splitlines()
     assert len(table) == 1 + len(results.read(tmp_path / "tune.jsonl"))
     assert "block=8 fault=none" in "\n".join(table)
+    assert ",times_the_best," in table[0]
 
 
 def test_a_gain_inside_the_noise_changes_nothing(target: Target, tables: Path, tmp_path: Path) -> None:
@@ -232,11 +244,52 @@ def test_a_gain_inside_the_noise_changes_nothing(target: Target, tables: Path, t
     assert decided().forward.config == TwiceXlaForward(1)
 
 
-def test_a_search_that_did_not_end_and_found_nothing_makes_no_entry(target: Target, tmp_path: Path) -> None:
+def test_a_search_that_did_not_end_and_found_nothing_makes_no_entry(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     say = list[Outcome]().append
     done = session.tune(target, Trial(cost_of), budget_s=0, records=tmp_path / "tune.jsonl", say=say)
     assert (done.chosen, done.record, done.complete) == (TwiceXlaForward(1), None, False)
     assert "the search did not end: no entry" in done.note
+    begun = _interrupted(target, ["timed", "timed", "slow"])
+    _show("twice", [done, begun])
+    told = capsys.readouterr().out
+    assert told.count("no entry: the search was not ended") == 2
+    assert "1.00x" not in told
+    assert "2 timed, 1 slow" in told
+    assert "the budget ended before the search did; a longer one goes on from here." in told
+    assert "interrupted; the same command goes on from here." in told
+    assert "0 of 2 searches ended by themselves." in told
+
+
+def test_a_search_that_is_interrupted_is_in_the_summary(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Trial):
+        def evaluate(self, configs: Sequence[Config]) -> Iterator[Outcome]:
+            yield from super().evaluate(configs[:1])
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def trials(*given: Any, **named: Any) -> Iterator[Any]:
+        yield lambda one: Interrupted(cost_of)
+
+    monkeypatch.setattr("tilewright.cli.tune._trials", trials)
+    words = ["twice", "--case", "small", "--dtype", "float32", "--records", str(tmp_path / "tune.jsonl")]
+    done = CliRunner().invoke(app, ["tune", *words])
+    assert done.exit_code == 130, done.output
+    assert "no entry: the search was not ended" in " ".join(done.output.split())
+    assert "0 of 1 searches ended by themselves." in done.output
+
+
+def test_a_line_says_what_its_ratio_is_of() -> None:
+    def line(**fields: Any) -> str:
+        return _line(Outcome(TwiceXlaForward(), "timed", samples_s=(1e-3,), **fields))
+
+    assert line(better=True).startswith("first  ")
+    assert line(better=True, ratio=0.5).endswith("1.00 ms, 0.50 times the best one in the same turns")
+    assert line(ratio=3.5334).endswith("1.00 ms, 3.53 times the best one in the same turns")
+    assert line(ratio=2.0, metrics={"estimate_s": 1e-3}).endswith("1.00 ms (estimate), 2.00 times the best one")
 
 
 def test_times_of_two_clocks_are_not_compared(target: Target) -> None:
@@ -261,8 +314,12 @@ def test_a_second_run_goes_on_where_the_first_was(target: Target, tmp_path: Path
     assert again.seen[:2] == [TwiceXlaForward(1), TwiceXlaForward(8)]  # The best of before is timed again.
     assert done.chosen == TwiceXlaForward(8)
     third = Trial(cost_of)
-    assert tuned_with(target, third, path).note == "the table has this config already"
+    kept = tuned_with(target, third, path)
+    assert (kept.note, kept.heuristic_s, kept.gain) == ("the table has this config already", 1.0, 2.0)
     assert set(third.seen) == {TwiceXlaForward(1), TwiceXlaForward(8)}
+    spent = Trial(cost_of)
+    session.tune(target, spent, budget_s=0, records=path, say=lambda outcome: None)
+    assert spent.seen == [TwiceXlaForward(8), TwiceXlaForward(1)]  # What the table has, and the heuristic's beside it.
 
 
 def test_a_measurement_replaces_an_estimate_also_where_the_heuristic_is_best(target: Target, tmp_path: Path) -> None:
@@ -366,11 +423,40 @@ def test_the_torn_end_of_a_record_is_removed(target: Target, tmp_path: Path) -> 
     assert len(results.read(path)) == 2
 
 
+def test_a_damaged_table_is_one_line_on_the_command_line(tables: Path) -> None:
+    path = tuned.table_path(tables, "cpu", "twice")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    done = ran("tuned", "twice")
+    line = f"warning: the tuned table {path} is ignored: it is not JSON, or was cut off"
+    assert done.stderr.startswith(line)
+    assert len(done.stderr.splitlines()) == 1  # Without Python's file and source line.
+
+
+def test_the_csv_of_a_tuner_that_was_killed_is_level_before_the_next_one_tunes(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tune.jsonl"
+    for block in (1, 8):
+        outcome = Outcome(TwiceXlaForward(block), "timed", samples_s=(1e-3,))
+        results.append(path, results.record_of(target, outcome))
+    path.with_suffix(".csv").write_text("op\n")
+    monkeypatch.setattr("tilewright.cli.tune.leave_room", lambda: sys.exit("killed again"))
+    words = ["tune", "twice", "--quiet", "--records", str(path)]
+    assert "killed again" in CliRunner().invoke(app, words).output
+    assert len(path.with_suffix(".csv").read_text().splitlines()) == 3
+    path.write_text(path.read_text() + '{"op": 3}\n')
+    assert f"{path}: line 3 is not a record" in str(CliRunner().invoke(app, words).exception)
+
+
 def test_a_damaged_table_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     path = tuned.table_path(tmp_path, "cpu", "twice")
     results.put(tmp_path, "cpu", "twice", [planted_entry(1)])
     path.write_text(path.read_text()[:100])
-    results.put(tmp_path, "cpu", "twice", [planted_entry(2)])
+    results.put(tmp_path, "cpu", "twice", [])  # Nothing is written: the table stays as it is.
+    assert not path.with_name("twice.json.damaged").exists()
+    with pytest.warns(RuntimeWarning, match=r"was damaged \(it is not JSON, or was cut off.*it is now .*json.damaged"):
+        results.put(tmp_path, "cpu", "twice", [planted_entry(2)])
     assert [entry.bucket["N"] for entry in tuned.read_table(tmp_path, "cpu", "twice")] == [2]
     assert len(path.with_name("twice.json.damaged").read_text()) == 100
 
@@ -384,9 +470,9 @@ def test_tuned_shows_what_is_there_and_what_is_stale_and_merges(target: Target, 
     results.put(other, "cpu", "twice", [planted_entry(64), planted_entry(128, provenance=fresh, heuristic_s=3e-3)])
     results.put(tables, "cpu", "twice", [planted_entry(64, kind="estimated"), planted_entry(32, seconds=2e-3)])
     merged = run(app, ["tuned", "--merge", str(other / "cpu" / "twice.json")])
-    assert (merged.exit_code, "twice on cpu: 2 taken, 0 not newer" in merged.output) == (0, True), merged.output
+    assert (merged.exit_code, "twice on cpu: 2 taken, in " in merged.output) == (0, True), merged.output
     again = run(app, ["tuned", "--merge", str(other)])
-    assert "twice on cpu: 0 taken, 2 not newer" in again.output
+    assert "twice on cpu: 0 taken, 2 there already" in again.output
     shown = " ".join(run(app, ["tuned", "twice"]).output.split())
     assert "3 measured, 0 estimated" in shown
     assert "stale" in shown
@@ -399,19 +485,29 @@ def test_tuned_shows_what_is_there_and_what_is_stale_and_merges(target: Target, 
     assert "is not a table that can be read: it is not JSON, or was cut off" in str(refused.exception)
 
 
-def test_merging_nothing_that_can_be_used_fails(tables: Path, tmp_path: Path) -> None:
-    unknown = planted_entry(64)
-    unknown = dataclasses.replace(unknown, config={"config": "Other"})
-    results.put(tmp_path / "other", "cpu", "twice", [unknown])
-    refused = CliRunner().invoke(app, ["tuned", "--merge", str(tmp_path / "other")])
-    assert refused.exit_code != 0
-    assert "Nothing was taken" in refused.output
-    assert "has no entry that can be used" in str(refused.exception)
-    results.put(tmp_path / "known", "cpu", "twice", [planted_entry(64)])
-    for said in ("1 taken, 0 not newer", "0 taken, 1 not newer"):  # What is known already is no error.
-        merged = CliRunner().invoke(app, ["tuned", "--merge", str(tmp_path / "known")])
-        assert (merged.exit_code, said in merged.output) == (0, True), merged.output
-    assert "Nothing was taken" in merged.output
+def test_a_merge_that_takes_nothing_says_why_and_fails_where_no_entry_can_be_used(tables: Path, tmp_path: Path) -> None:
+    def merge(folder: str, *entries: Entry) -> tuple[int, str]:
+        results.put(tmp_path / folder, "cpu", "twice", entries)
+        done = CliRunner().invoke(app, ["tuned", "--merge", str(tmp_path / folder)])
+        return done.exit_code, " ".join(done.output.split())
+
+    code, told = merge("other", dataclasses.replace(planted_entry(64), config={"config": "Other"}))
+    assert (code, "Nothing was taken from" in told) == (1, True), told
+    assert "twice on cpu: 0 taken left out:" in told  # Without the path of a table that is not there.
+    assert not tables.exists()
+    assert "none of its entries can be used here (1 left out)" in told
+    now = {"chip": "cpu", "date": "2026-01-02T00:00:00+00:00"}
+    results.put(tables, "cpu", "twice", [planted_entry(n, provenance=now) for n in (64, 128)])
+    old, estimated, same = planted_entry(64), planted_entry(128, kind="estimated"), planted_entry(256)
+    code, told = merge("known", old, estimated, same)
+    assert (code, "1 taken, 1 estimated where a measurement is there, 1 older than what is there" in told) == (0, True)
+    code, told = merge("known")
+    why = "1 estimated where a measurement is there, 1 there already, 1 older than what is there."
+    assert (code, told.endswith(f"known: {why}")) == (0, True), told
+    (tmp_path / "empty" / "cpu").mkdir(parents=True)
+    (tmp_path / "empty" / "cpu" / "twice.json").write_text(tuned.table_text("twice", "cpu", []))
+    code, told = merge("empty")
+    assert (code, told.endswith("it has no entry.")) == (0, True), told
 
 
 def test_a_table_that_cannot_be_read_does_not_keep_others_from_being_merged(tables: Path, tmp_path: Path) -> None:
@@ -447,6 +543,7 @@ def test_every_config_declares_what_is_searched() -> None:
         (["apply_rope", "--estimate"], "apply_rope has no TPU kernel to estimate"),
         (["matmul", "--estimate", "--implementation", "xla"], "--estimate is for pallas_tpu, not xla"),
         (["matmul", "--case", "huge"], "--case huge is not known"),
+        (["matmul", "--tables", __file__], ".py is a file; name a folder of tables, with a folder per chip"),
         (["matmul", "--implementation", "xla,pallas_gpu"], "--implementation xla,pallas_gpu is not known; use one of"),
     ],
 )
@@ -458,14 +555,19 @@ def test_a_wrong_argument_is_told(words: list[str], told: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["rms_norm"], "xla declares no block sizes to search"),
-        (["matmul", "--implementation", "pallas_gpu"], "pallas_gpu is a kernel for another device than this cpu"),
+        (
+            ["rms_norm"],
+            "where it runs (--on), or estimate it for a TPU (--estimate); xla declares no block sizes to search",
+        ),
+        (["rms_norm", "--case", "odd"], "xla declares no block sizes to search"),
+        (["matmul", "--implementation", "pallas_gpu"], "device than this cpu; tune it where it runs (--on)"),
     ],
 )
 def test_what_cannot_be_tuned_here_is_refused(words: list[str], told: str, tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["tune", *words, "--records", str(tmp_path / "tune.jsonl")])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert told in " ".join(refused.output.split())
+    assert "implementation=" not in refused.output  # An option that the verb does not have in these words.
 
 
 def hangs(config: Config) -> bool:

@@ -199,6 +199,12 @@ def progress_bar() -> Progress:
     )
 
 
+def check_tables(folder: Path | None) -> None:
+    """Raises where --tables is no folder. One that does not exist yet has no tables."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ValueError(f"--tables {folder} is a file; name a folder of tables, with a folder per chip")
+
+
 def split_names(given: str | None, known: tuple[str, ...], argument: str) -> tuple[str, ...]:
     """The comma-separated names in `given`, each of which must be in `known`; all of `known` where `given` is None."""
     if given is None:

@@ -159,7 +159,8 @@ def _records(runner: Runner, job: Job, made: Path) -> list[Record]:
         return []
     records = list(read_records(path))
     if runner.target == "local":
-        path.unlink()
+        for left in path.parent.glob(f"*{path.stem}*"):  # With the CSV and the locks of `tune`.
+            left.unlink()
     # Git's history is not uploaded, so the job does not know the commit.
     return [
         dataclasses.replace(

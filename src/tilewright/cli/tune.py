@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from tilewright.cli.screen import (
     arguments,
     check_name,
     check_seconds,
+    check_tables,
     console,
     new_table,
     split_names,
@@ -45,6 +47,7 @@ from tilewright.workbench.tuning import results
 from tilewright.workbench.tuning.crew import Crew, Pool
 from tilewright.workbench.tuning.estimate import Estimates
 from tilewright.workbench.tuning.measure import Bench
+from tilewright.workbench.tuning.pool import Stopped
 from tilewright.workbench.tuning.search import Budget, Outcome, Reach
 from tilewright.workbench.tuning.session import Trial, Tuned
 from tilewright.workbench.tuning.session import tune as tune_target
@@ -184,7 +187,7 @@ def _keep(made: Sequence[Record], tables: Path | None) -> Iterator[str]:
             continue
         chip, entry = str(record.metrics["chip"]), results.entry_of(record)
         path = tuned.table_path(folder, chip, record.op)
-        taken = results.put(folder, chip, record.op, [entry])
+        taken = results.put(folder, chip, record.op, [entry])[results.TAKEN]
         name = f"{record.case} {record.dtype} {record.implementation} {entry.direction}"
         yield f"{name}: written to {path}" if taken else f"{name}: {path} keeps a newer or measured entry"
 
@@ -209,8 +212,8 @@ def tune(
     budget: Annotated[
         str,
         typer.Option(
-            help="Time to try configs in, for all of it: 90s, 10m, 2h. The start, a case's first config and the last turns "
-            "against the heuristic's come on top."
+            help="Time to try configs in, for all of it: 90s, 10m, 2h. Where it is spent, a case that was begun still "
+            "tries its first config, and times it against the heuristic's."
         ),
     ] = "10m",
     search: Annotated[
@@ -259,12 +262,14 @@ def tune(
     the oracle in a process of its own. Only then is it timed, alone, in turns with the best one so far; calls that are
     shorter than their launch, by the time on the device. A crash, a hang or too much memory costs one line, and configs
     that need more are not tried. A gain inside the noise changes nothing. The same command goes on where an interrupted
-    one was.
+    one was. The exit code is 2 where there was nothing to tune, or a case that was named could not be; and 1 where no
+    config of a search was right, or an entry failed.
     """
     with arguments():
         try_writing(records=records)
-        if tables is not None and tables.exists() and not tables.is_dir():
-            raise ValueError(f"--tables {tables} is a file; name a folder, which may not exist yet")
+        check_tables(tables)
+        if records.exists():
+            results.write_csv(records)  # A tuner that was killed has left it behind.
         # A file of its own: another tuner may be writing to a table.
         try_writing(tables=(tables or tuned.user_tables()) / f".tried-{os.getpid()}")
     if not asked.chips:
@@ -283,17 +288,19 @@ def tune(
     done: list[Tuned] = []
     with _looking_in(tables), Entries(f"tuning {op}", total=len(work)) as entries:
         _tune_all(asked, work, how, entries, done, overlap=overlap)
-    tell(op=op, tuned=[_told(one) for one in done], every_config=records)
+    tell(op=op, tuned=[_told(one) for one in done], every_config=records if records.exists() else None)
     if done and not quiet:
         _show(op, done)
-    if records.exists() and not quiet:
-        console().print(f"every config: {records} and {results.write_csv(records)}", soft_wrap=True)
+    if records.exists():
+        as_csv = results.write_csv(records)
+        if not quiet:
+            console().print(f"every config: {records} and {as_csv}", soft_wrap=True)
     if not entries.complete:
         console().print("The same command goes on from there.")
     elif missing and not done and not entries.refused:
         console().print("The tables have a measurement of all of it.")
     ok = (bool(done) or missing) and all(one.chosen is not None for one in done)
-    entries.end(ok=ok, refused="not tuned", named=bool(asked.cases))
+    entries.end(ok=ok, refused="not tuned", named=bool(asked.cases) or not (done or missing))
 
 
 def _tune_all(
@@ -395,14 +402,19 @@ def _tune_case(
             prefix = f"{work.op.name} {target.name}: " if how.together > 1 else "  "
             how.say(f"[bold]{escape(target.name)}[/] of {work.op.name} on {target.chip.name}")
             parts = 1 if how.reach == "neighbours" else len(of_case) - number
-            result = tune_target(
-                target,
-                trial_of(target),
-                budget_s=budget.left_s / parts,
-                records=how.records,
-                say=lambda outcome, prefix=prefix: how.say(f"{escape(prefix)}{_line(outcome)}"),
-                reach=how.reach,
-            )
+            statuses: list[str] = []
+            try:
+                result = tune_target(
+                    target,
+                    trial_of(target),
+                    budget_s=budget.left_s / parts,
+                    records=how.records,
+                    say=functools.partial(_tell_tried, how, prefix, statuses),
+                    reach=how.reach,
+                )
+            except (KeyboardInterrupt, Stopped):
+                done.append(_interrupted(target, statuses))
+                raise
             if target.direction == "forward":
                 forward = result.chosen
             for line in _keep([] if result.record is None else [result.record], how.tables):
@@ -412,21 +424,30 @@ def _tune_case(
             done.append(result)
 
 
+def _tell_tried(how: _How, prefix: str, statuses: list[str], outcome: Outcome) -> None:
+    statuses.append(outcome.status)
+    how.say(f"{escape(prefix)}{_line(outcome)}")
+
+
+def _interrupted(target: Target, statuses: Sequence[str]) -> Tuned:
+    """What came of a search that Ctrl-C has ended, after configs of these statuses."""
+    why = "it was interrupted: no entry"
+    return Tuned(target, None, None, None, None, Counter(statuses), complete=False, note=why, interrupted=True)
+
+
 def _targets(asked: _Asked, work: _Work) -> list[Target]:
     """What there is to tune of a case. Nothing is an error that says why."""
     op, chip = work.op, work.chip
-    if asked.implementation is not None:
-        platform = KERNEL_PLATFORM.get(asked.implementation)
-        if chip is None and platform not in (None, Chip.of(default_device()).platform):
-            raise Unsupported(
-                f"{asked.implementation} is a kernel for another device than this {default_device().device_kind}; tune it "
-                f"where it runs (--on), or estimate it for a TPU (--estimate)"
-            )
-        names: tuple[str, ...] = (asked.implementation,)
-    else:
-        names = op.implementations
+    names = op.implementations if asked.implementation is None else (asked.implementation,)
     reasons: list[str] = []
     for name in names:
+        platform = KERNEL_PLATFORM.get(name)
+        if chip is None and platform not in (None, Chip.of(default_device()).platform):
+            reasons.append(
+                f"{name} is a kernel for another device than this {default_device().device_kind}; tune it where it runs "
+                f"(--on)" + (", or estimate it for a TPU (--estimate)" if platform == "tpu" else "")
+            )
+            continue
         try:
             found = targets(op, op.case(work.case), asked.dtype, name, None if chip is None else Chip.named(chip))
         except Unsupported as error:
@@ -476,9 +497,12 @@ def _line(outcome: Outcome) -> str:
     estimate = outcome.metrics.get("estimate_s")
     if outcome.samples_s or estimate:
         time = seconds(float(estimate) if estimate else statistics.median(outcome.samples_s))
-        against = "" if outcome.ratio is None else f", {outcome.ratio:.3f} of the best so far"
+        turns = "" if estimate else " in the same turns"
+        against = "" if outcome.ratio is None else f", {outcome.ratio:.2f} times the best one{turns}"
         what = f"{time}{' (estimate)' if estimate else ''}{against}"
-        mark = "[green]better[/] " if outcome.better else f"{'slow' if outcome.status == 'slow' else '':<7}"
+        first = outcome.better and outcome.ratio is None
+        mark = f"{'first' if first else 'slow' if outcome.status == 'slow' else '':<7}"
+        mark = "[green]better[/] " if outcome.better and not first else mark
     else:
         what, mark = outcome.reason.partition("\n")[0], f"[yellow]{outcome.status}[/] "
     return f"{mark}{escape(f'{results.shown(outcome.config)}: {what}')}"
@@ -498,7 +522,7 @@ def _show(op: str, done: list[Tuned]) -> None:
             one.target.implementation,
             _timed(one.target),
             one.target.chip.name,
-            "-" if one.chosen is None else results.shown(one.chosen),
+            _chosen(one),
             "-" if one.heuristic_s is None else seconds(one.heuristic_s),
             "-" if one.seconds is None else seconds(one.seconds),
             "-" if one.gain is None else f"{one.gain:.2f}x",
@@ -509,9 +533,21 @@ def _show(op: str, done: list[Tuned]) -> None:
     for one in done:
         if not one.complete:
             name = f"{one.target.op.name} {one.target.name}"
-            console().print(f"{name}: the budget ended before the search did; a longer one goes on from here.")
+            why = (
+                "interrupted; the same command"
+                if one.interrupted
+                else "the budget ended before the search did; a longer one"
+            )
+            console().print(f"{name}: {why} goes on from here.")
     ended = sum(one.complete for one in done)
     console().print(f"{ended} of {len(done)} searches ended by themselves.")
+
+
+def _chosen(one: Tuned) -> str:
+    """The config of the entry, new or kept; or why there is none."""
+    if one.chosen is not None and one.seconds is not None:
+        return results.shown(one.chosen)
+    return "no entry: the search was not ended" if not one.complete else f"no entry: {one.note}"
 
 
 def _timed(target: Target) -> str:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import datetime
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tilewright.cli.document import prints_json, tell
-from tilewright.cli.screen import Mistake, arguments, console, new_table
+from tilewright.cli.screen import Mistake, arguments, check_tables, console, new_table
 from tilewright.core import tuned as tables_of
 from tilewright.core.call import bucket_text
 from tilewright.core.chip import Chip
@@ -21,7 +22,7 @@ from tilewright.core.tuned import DamagedTable, Entry
 from tilewright.workbench.check import call
 from tilewright.workbench.figures import seconds
 from tilewright.workbench.records import installed_versions
-from tilewright.workbench.tuning.results import put
+from tilewright.workbench.tuning.results import TAKEN, put
 from tilewright.workbench.tuning.source import source_hash
 from tilewright.workbench.tuning.target import targets
 from tilewright.workbench.tuning.worker import config_of
@@ -46,15 +47,14 @@ def tuned(
 
     An entry is stale where the kernel's source has changed since; dispatch takes it until it is tuned again. With --merge,
     entries of another table are taken where they are newer, and a measured entry always replaces an estimated one. That
-    fails where a table cannot be read, after the others are taken, and where no entry can be used.
+    fails where a table cannot be read, after the others are taken (exit code 2), and where no entry can be used (1).
     """
     with arguments():
         ops = {op: find_op(op)} if op is not None else dict(registered())
         chip = None if missing is None else Chip.named(missing)
         if merge is not None and missing is not None:
             raise ValueError("--merge takes entries and --missing lists what has none; leave one of them out")
-        if tables is not None and tables.exists() and not tables.is_dir():
-            raise ValueError(f"--tables {tables} is a file; name a folder of tables, with a folder per chip")
+        check_tables(tables)
     if merge is not None:
         _merge(merge, tables or tables_of.user_tables(), ops)
         return
@@ -171,6 +171,8 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
     if not files:
         raise Mistake(f"--merge {source} has no table; a folder of tables has a folder per chip, with a file per op")
     merged: list[dict[str, Any]] = []
+    every: Counter[str] = Counter()
+    unusable = 0
     unreadable: list[str] = []
     for path in files:
         try:
@@ -180,6 +182,7 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
             continue
         if name not in ops:
             console().print(f"{path}: [yellow]left out[/], of op {escape(name)}", soft_wrap=True)
+            unusable += len(entries) + len(wrong)
             continue
         valid: list[Entry] = []
         for entry in entries:
@@ -189,22 +192,42 @@ def _merge(source: Path, into: Path, ops: dict[str, Op]) -> None:
                 wrong.append(f"{' '.join(entry.key)}: {error}")
             else:
                 valid.append(entry)
-        taken = put(into, chip, name, valid)
+        became = put(into, chip, name, valid)
+        every += became
+        unusable += len(wrong)
         where = tables_of.table_path(into, chip, name)
-        counts = {"taken": len(taken), "not_newer": len(valid) - len(taken), "left_out": wrong}
-        merged.append({"op": name, "chip": chip, "table": where, **counts})
-        tell(merged=merged)
-        console().print(
-            f"{name} on {chip}: {len(taken)} taken, {len(valid) - len(taken)} not newer, in {where}", soft_wrap=True
+        taken, not_taken = became[TAKEN], {why: count for why, count in became.items() if why != TAKEN}
+        merged.append(
+            {
+                "op": name,
+                "chip": chip,
+                "table": where if where.exists() else None,
+                "taken": taken,
+                "not_taken": not_taken,
+                "left_out": wrong,
+            }
         )
+        tell(merged=merged)
+        place = f", in {where}" if taken else ""
+        console().print(f"{name} on {chip}: {_counted({TAKEN: taken, **not_taken})}{place}", soft_wrap=True)
         for each in wrong:
             console().print(f"  [yellow]left out:[/] {escape(each)}", soft_wrap=True)
     if unreadable:
         rest = "" if len(files) == 1 else "; the other tables are done"
         raise Mistake(f"--merge {'; '.join(unreadable)}{rest}")
-    if not any(each["taken"] for each in merged):
-        console().print(f"Nothing was taken from {source}.", soft_wrap=True)
-    if not any(each["taken"] + each["not_newer"] for each in merged):
-        raise Mistake(
-            f"--merge {source} has no entry that can be used; see above, and tune again with `tilewright tune`"
-        )
+    if every[TAKEN]:
+        return
+    if every or not unusable:
+        why = _counted(every) or "it has no entry"
+        console().print(f"Nothing was taken from {source}: {why}.", soft_wrap=True)
+        return
+    console().print(
+        f"[bold red]Nothing was taken[/] from {source}: none of its entries can be used here ({unusable} left out). Tune "
+        "again with `tilewright tune`.",
+        soft_wrap=True,
+    )
+    raise typer.Exit(1)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.items())

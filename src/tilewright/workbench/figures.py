@@ -1,5 +1,7 @@
 """Figures as a person reads them: times, sizes and rates with their units; and errors in one line."""
 
+from collections.abc import Sequence
+
 _LONGEST_ERROR = 700
 
 
@@ -25,6 +27,12 @@ def memory(value: float | None) -> str:
         if value >= factor:
             return f"{significant(value / factor)} {unit}"
     return f"{value:.0f} B"
+
+
+def listed(words: Sequence[str], most: int = 6) -> str:
+    """Words with commas: the first of them, and how many more there are."""
+    more = len(words) - most
+    return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def one_line(error: BaseException) -> str:

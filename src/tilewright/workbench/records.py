@@ -18,7 +18,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import jax
 
@@ -107,14 +107,22 @@ class Record:
 
     @staticmethod
     def from_json(line: str) -> "Record":
-        data: Any = json.loads(line)
+        """The record of a line. Raises `ValueError` that says what is wrong with it."""
+        try:
+            data: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError("it is not JSON, or was cut off") from error
         if not isinstance(data, dict):
             raise ValueError(f"it is a {type(data).__name__}, and not an object")
         schema = data.pop("schema", None)
         if schema == 1:
+            if not isinstance(data.get("metrics"), dict) or not data.keys() >= {"config", "config_source"}:
+                raise ValueError("one of schema 1 has metrics, config and config_source")
             data["metrics"] = {**data["metrics"], **{name: data.pop(name) for name in ("config", "config_source")}}
         elif schema not in (2, SCHEMA):
             raise ValueError(f"record schema={schema!r} is not {SCHEMA}; it was written by another version")
+        _check_fields(Record, data, "")
+        _check_fields(Provenance, data["provenance"], "provenance.")
         data["provenance"] = Provenance(**data["provenance"])
         for name in ("samples_s", "device_samples_s", "device_cold_samples_s"):
             data[name] = tuple(data.get(name, ()))
@@ -122,6 +130,29 @@ class Record:
                 raise ValueError(f"{name} must be positive times in seconds")
         return Record(**data)
 
+
+def _check_fields(kind: type[Any], data: Mapping[str, Any], within: str) -> None:
+    """Raises where a field of a dataclass is missing in JSON, is of another type there, or is not known."""
+    fields = {each.name: each for each in dataclasses.fields(kind)}
+    for name, each in fields.items():
+        optional = each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
+        if name not in data and not optional:
+            raise ValueError(f"it has no {within}{name}")
+        kinds, what = _JSON_TYPES.get(each.type, _JSON_TYPES.get(get_origin(each.type), ((str,), "text")))
+        if name in data and not isinstance(data[name], kinds):
+            raise ValueError(f"{within}{name} is {json.dumps(data[name])}, and not {what}")
+    for name in data.keys() - fields.keys():
+        raise ValueError(f"{within}{name} is not a field of a record")
+
+
+_JSON_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    Mapping: ((dict,), "an object"),
+    Provenance: ((dict,), "an object"),
+    tuple: ((list, tuple), "a list"),
+    int: ((int,), "a number"),
+    str | None: ((str, type(None)), "text"),
+}
+"""What JSON has for the types of a record's fields; the others are text."""
 
 DECODE_SIZED_S = 200e-6
 """Below this wall time per call, what the host does to launch it is a large part of it, and varies."""
@@ -199,8 +230,18 @@ def _cut(path: Path, size: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    with path.open() as file:
-        yield from (Record.from_json(line) for line in file if line.strip())
+    """The records of a JSONL file. Raises `ValueError` with the line where one cannot be read."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield Record.from_json(line.decode())
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{path}: line {number} is not text; pass a file that --records wrote") from error
+                except ValueError as error:
+                    raise ValueError(
+                        f"{path}: line {number} is not a record ({error}); remove that line, or pass another file"
+                    ) from error
 
 
 def now() -> str:

@@ -29,7 +29,7 @@ class Pool:
     def __init__(self, jobs: int, *, together: int = 1, overlap: bool = False):
         self.jobs, self.together, self.overlap = jobs, together, overlap
         self.lock: str | None = None
-        """The file that `on_device` locks."""
+        """The file that `on_device` locks: one for all tuners of a user on this machine, which take turns."""
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._all: list[Worker] = []
@@ -42,15 +42,16 @@ class Pool:
         self._environment = _program_cache() if overlap else {}
 
     def __enter__(self) -> "Pool":  # noqa: PYI034, as in core/call.py
-        self._folder = tempfile.TemporaryDirectory(prefix="tilewright-tune-")
-        self.lock = str(Path(self._folder.name) / "device.lock")
+        # In the temporary folder: a home folder may be shared with other machines.
+        lock = Path(tempfile.gettempdir()) / f"tilewright-tune-{os.getuid()}.lock"
+        lock.touch(mode=0o600)
+        self.lock = str(lock)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
         for worker in self._all:
             worker.close()
-        self._folder.cleanup()
 
     def stop(self) -> None:
         """Ends every process. Threads that wait for one get `Stopped`."""

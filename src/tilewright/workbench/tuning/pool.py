@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Any = None
         self._unread, self._owed, self._asked = b"", 0, 0.0
+        self._waits = False
+        """Whether it waits for the device, which another tuner may have for longer than a limit."""
 
     def turn_to(self, about: Mapping[str, Any]) -> None:
         """Makes everything that is asked from now on be about this; the process, if there is one, goes on."""
@@ -95,7 +97,7 @@ class Worker:
                 if pipe is not None:
                     pipe.close()
             self._log.close()
-        self._process, self._unread, self._owed = None, b"", 0
+        self._process, self._unread, self._owed, self._waits = None, b"", 0, False
 
     def start(self) -> None:
         """Starts the process, if it does not run."""
@@ -151,9 +153,12 @@ class Worker:
         self._unread += data
         while b"\n" in self._unread:
             line, _, self._unread = self._unread.partition(b"\n")
-            self._owed -= 1
             self._asked = time.monotonic()  # What is asked next has all its time, however long it took to start.
             answer = json.loads(line)
+            if "waits" in answer:
+                self._waits = answer["waits"]
+                continue
+            self._owed -= 1
             if not answer["ok"]:
                 failed = WorkerFailed(answer["kind"], answer["error"])
                 if self._owed or answer["restart"]:  # Where it could not be opened, what follows means nothing.
@@ -165,7 +170,7 @@ class Worker:
 
     def overdue(self, limit_s: float) -> "WorkerFailed | None":
         """Ends the process where it has hung or taken too much memory."""
-        if time.monotonic() - self._asked > limit_s:
+        if not self._waits and time.monotonic() - self._asked > limit_s:
             self.close()
             return WorkerFailed("hung", f"it was ended after {limit_s:g} s")
         used = self._resident_bytes()
@@ -201,16 +206,25 @@ class Worker:
 
 
 @contextlib.contextmanager
-def on_device(lock: str | None, *, alone: bool = False) -> Iterator[None]:
+def on_device(
+    lock: str | None, *, alone: bool = False, told: Callable[[bool], None] = lambda waits: None
+) -> Iterator[None]:
     """A context for what runs on the device, in this process or in workers: with `alone` nothing else does, as for timing.
 
     It holds a lock of a file, which the system releases if the process is ended. Without a file, nothing is waited for.
+    `told` is called where it has to wait: with True when that begins, and with False when it ends.
     """
     if lock is None:
         yield
         return
     with Path(lock).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            told(True)
+            fcntl.flock(file, kind)
+            told(False)
         yield
 
 

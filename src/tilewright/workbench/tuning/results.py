@@ -11,6 +11,8 @@ import io
 import json
 import os
 import statistics
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,12 +171,16 @@ def entry_of(record: Record) -> tuned.Entry:
     )
 
 
+_METRIC_OF = {"times_the_best": "ratio"}
+"""The columns of the CSV file that have another name than their metric."""
+
+
 def write_csv(records: Path) -> Path:
     """Writes the records of tuning in a JSONL file as a CSV file beside it, one row each, and returns its path."""
     columns = ("op", "implementation", "case", "dtype", "mode", "direction", "outcome", "config", "median_s", "samples")
     more = (
         "clock",
-        "ratio",
+        "times_the_best",
         "compile_s",
         "temp_bytes",
         "peak_bytes",
@@ -197,18 +203,25 @@ def write_csv(records: Path) -> Path:
         named = (record.op, record.implementation, record.case, record.dtype, record.mode)
         figures = (metrics["direction"], metrics["outcome"], fields, median, len(record.samples_s))
         where = (record.provenance.chip, record.provenance.date, record.provenance.commit)
-        rows.writerow((*named, *figures, *(metrics.get(name, "") for name in more), *where))
+        rows.writerow((*named, *figures, *(metrics.get(_METRIC_OF.get(name, name), "") for name in more), *where))
     path = records.with_suffix(".csv")
     with locked(path):
         write_durably(path, text.getvalue())
     return path
 
 
-def put(folder: Path, chip: str, op: str, entries: Iterable[tuned.Entry]) -> list[tuned.Entry]:
-    """Puts entries into a table, and returns those that replaced what was there: an estimate never replaces a measurement.
+TAKEN = "taken"
 
-    A table that cannot be read is kept under another name, and a new one is begun.
+
+def put(folder: Path, chip: str, op: str, entries: Iterable[tuned.Entry]) -> Counter[str]:
+    """Puts entries into a table. Returns how many were `TAKEN`, and how many were not, by the reason.
+
+    A table that cannot be read is kept under another name, with a warning, and a new one is begun. Without an entry
+    nothing is written, and no folder is made.
     """
+    entries = list(entries)
+    if not entries:
+        return Counter()
     path = tuned.table_path(folder, chip, op)
     with locked(path):
         try:
@@ -217,15 +230,22 @@ def put(folder: Path, chip: str, op: str, entries: Iterable[tuned.Entry]) -> lis
             there, wrong = [], []
         except (tuned.DamagedTable, UnicodeDecodeError) as error:
             there, wrong = [], [str(error)]
-        if wrong:
-            path.with_name(f"{path.name}.damaged").write_bytes(path.read_bytes())
         every = {entry.key: entry for entry in there}
-        taken = [entry for entry in entries if entry.replaces(every.get(entry.key))]
-        every |= {entry.key: entry for entry in taken}
-        if taken:
+        became: Counter[str] = Counter()
+        for entry in entries:
+            reason = entry.kept_out_by(every.get(entry.key))
+            became[reason or TAKEN] += 1
+            if reason is None:
+                every[entry.key] = entry
+        if became[TAKEN]:
+            if wrong:
+                kept = path.with_name(f"{path.name}.damaged")
+                kept.write_bytes(path.read_bytes())
+                told = f"the tuned table {path} was damaged ({wrong[0]}); it is now {kept}, and a new one was begun"
+                warnings.warn(told, tuned.DamagedTableWarning, stacklevel=2)
             write_durably(path, tuned.table_text(op, chip, every.values()))
     tuned.forget()
-    return taken
+    return became
 
 
 def best_of(records: Iterable[Record]) -> list[Record]:

@@ -75,11 +75,11 @@ class Search:
     tried: dict[Config, str] = field(default_factory=dict)
     """The status of every config that is not to be tried (again)."""
     reach: Reach = "all"
+    always: Sequence[Config] = ()
+    """What is tried even if the budget is spent, as the start is: others are compared with it."""
     best: Config | None = None
     complete: bool = False
     """Whether it ended by itself, and not with its budget."""
-    _began: bool = False
-    """The first config is tried even if the budget is spent."""
     _cut_off: bool = False
     """Whether the budget has left something untried."""
 
@@ -114,21 +114,20 @@ class Search:
     def _try(self, configs: Sequence[Config]) -> Iterator[Outcome]:
         left = list(dict.fromkeys(configs))
         while left := [config for config in left if config not in self.tried and not self._pruned(config)]:
-            if self._began and self._over:
+            admitted = [config for config in left if self._admits(config)]
+            if not admitted:
                 self._cut_off = True
                 return
-            most = 1 if self._over else self.evaluator.side_by_side
-            batch, left = left[:most], left[most:]
-            self._began = True
+            batch = admitted[: self.evaluator.side_by_side]
             for outcome in self.evaluator.evaluate(batch):
                 self.tried[outcome.config] = outcome.status
                 if outcome.better:
                     self.best = outcome.config
                 yield outcome
 
-    @property
-    def _over(self) -> bool:
-        return self.budget.spent or self.evaluator.settled
+    def _admits(self, config: Config) -> bool:
+        due = config in (self.space.start, *self.always)
+        return not self.evaluator.settled and (due or not self.budget.spent)
 
     def _pruned(self, config: Config) -> bool:
         return any(status in DEADLY and dominates(config, failed) for failed, status in self.tried.items())

@@ -36,6 +36,7 @@ class Tuned:
     record: Record | None
     """The record to make an entry of; None where the table keeps what it has."""
     seconds: float | None
+    """The time of the entry, new or kept; None where there is none."""
     heuristic_s: float | None
     counts: Mapping[str, int]
     complete: bool
@@ -43,16 +44,13 @@ class Tuned:
     note: str = ""
     of: int | None = None
     """How many configs there are; None where they are too many to count."""
+    clock: str | None = None
+    """What the times are of: "wall" or "device"; None for estimates."""
+    interrupted: bool = False
 
     @property
     def gain(self) -> float | None:
         return self.heuristic_s / self.seconds if self.heuristic_s and self.seconds else None
-
-    @property
-    def clock(self) -> str | None:
-        """What the times are of: "wall" or "device"; None for estimates."""
-        clock = None if self.record is None else self.record.metrics.get("clock")
-        return None if clock is None else str(clock)
 
 
 def tune(
@@ -81,7 +79,7 @@ def tune(
     }
     outcomes: dict[Config, Outcome] = {}
     budget = Budget(budget_s)
-    search = Search(Space(start, target.refusal), trial, budget, tried, reach)
+    search = Search(Space(start, target.refusal), trial, budget, tried, reach, always=(heuristic,))
     for outcome in search.run(first):
         outcomes[outcome.config] = outcome
         results.append(records, results.record_of(target, outcome))
@@ -127,16 +125,16 @@ def _settled(
         outcome = dataclasses.replace(
             outcomes.get(heuristic, outcome), config=heuristic, samples_s=theirs or outcome.samples_s
         )
-    complete, of = search.complete, search.space.size()
+    complete, of, clock = search.complete, search.space.size(), outcome.metrics.get("clock")
     if not complete and chosen == heuristic and held is None:
         note = (
             note or "nothing that was tried is faster than the heuristic's config, and the search did not end: no entry"
         )
-        return Tuned(target, chosen, None, seconds, heuristic_s, counts, complete, note, of)
+        return Tuned(target, chosen, None, None, heuristic_s, counts, complete, note, of, clock)
     unchanged = held is not None and (held.config == chosen or (confirmed is not None and not confirmed.gain))
     if unchanged and held is not None and held.entry.provenance.get("source") == target.source:
         note = note or "the table has this config already"
-        return Tuned(target, held.config, None, seconds, heuristic_s, counts, complete, note, of)
+        return Tuned(target, held.config, None, seconds, heuristic_s, counts, complete, note, of, clock)
     record = results.record_of(
         target,
         outcome,
@@ -150,7 +148,7 @@ def _settled(
         of=of,
     )
     results.append(records, record)
-    return Tuned(target, chosen, record, seconds, heuristic_s, counts, complete, note, of)
+    return Tuned(target, chosen, record, seconds, heuristic_s, counts, complete, note, of, clock)
 
 
 def _seconds(outcome: Outcome) -> float | None:

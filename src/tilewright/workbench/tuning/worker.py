@@ -3,7 +3,8 @@
     python -m tilewright.workbench.tuning.worker
 
 reads one JSON object per line from its input, and writes one per line as the answer: {"ok": true, ...}, or {"ok": false,
-"kind": ..., "error": ...}. pool.py is the other side.
+"kind": ..., "error": ...}. Before the answer there may be {"waits": true}, and {"waits": false} when it has the device.
+pool.py is the other side.
 
     open           the op, case, dtype and implementation that everything after is about, and the lock of the device
     expect         computes the expected results, and writes them to a folder: of large arrays, signed sums of runs
@@ -23,7 +24,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,8 @@ from tilewright.workbench.peers.agreement import TOLERANCE, Wanted, relative_err
 from tilewright.workbench.sampling import calls_per_sample, sample
 from tilewright.workbench.tuning.pool import on_device
 
+Device = Callable[[], contextlib.AbstractContextManager[None]]
+"""Contexts for what runs on the device."""
 Clock = Literal["wall", "device"]
 """What a time is of: calls as the host sees them, or what runs on the device (device_time.py)."""
 BOTH: Mode = "forward+backward"
@@ -67,13 +70,13 @@ def config_of(op: Op, implementation: str, fields: Mapping[str, Any]) -> Config:
 class Reference(CaseCheck):
     """A check whose reference is compiled before the device is asked for, so that the device is not kept waiting."""
 
-    def __init__(self, op: Op, case: Case, dtype: str, arrays: Mapping[str, Any], lock: str | None):
+    def __init__(self, op: Op, case: Case, dtype: str, arrays: Mapping[str, Any], device: Device):
         self.op, self.case, self.dtype, self._compared = op, case, dtype, _sums
         jitted: Any = self._program(call(op, case, "reference"))
 
         def run(arrays: Mapping[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
             compiled = jitted.lower(arrays, cotangents).compile()
-            with on_device(lock):
+            with device():
                 return jax.block_until_ready(compiled(arrays, cotangents))
 
         self._reference = run
@@ -91,9 +94,11 @@ class Session:
     arrays: Mapping[str, Any]
     cotangents: tuple[Any, ...]
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[bool], None]) -> None:
+        """`told` is called when it begins to wait for the device, and when that ends."""
         self._timed: Program | None = None
         self._lock: str | None = None
+        self._told = told
         self._calls, self._seconds = 0, 0.0
 
     def open(
@@ -105,7 +110,7 @@ class Session:
         self.case, self.dtype, self.implementation = self.op.case(case), dtype, implementation
         self.outputs = jax.eval_shape(call(self.op, self.case, "reference"), **self.case.structs(dtype))
         self.arrays, self.cotangents = {}, ()  # Those of another case are not kept beside these.
-        with on_device(lock):
+        with self._device():
             self.arrays, self.cotangents = self.case.draw(dtype), cotangents_like(self.outputs, seed=0)
             jax.block_until_ready((self.arrays, self.cotangents))
         return {}
@@ -113,11 +118,11 @@ class Session:
     def expect(self, folder: str, exact: bool) -> dict[str, Any]:
         """`exact`: the oracle, by the 2x rule. Otherwise what fits into memory, as for comparisons with other libraries."""
         if exact:
-            held = Reference(self.op, self.case, self.dtype, self.arrays, self._lock)
+            held = Reference(self.op, self.case, self.dtype, self.arrays, self._device)
             wanted, against = held.oracle, ORACLE
             baselines = {name: dataclasses.asdict(discrepancy(held.plain[name], want)) for name, want in wanted.items()}
         else:
-            with on_device(self._lock):
+            with self._device():
                 whole, against = Wanted(self.op, self.case, self.dtype, BOTH).expected(self.case)
             wanted, baselines = {name: np.asarray(_sums(want)) for name, want in whole.items()}, {}
         names = list(wanted)
@@ -146,6 +151,9 @@ class Session:
         with self._interpreted():
             return Program.of(function, self.case, self.case.structs(self.dtype), cotangents, self.dtype, mode)
 
+    def _device(self) -> contextlib.AbstractContextManager[None]:
+        return on_device(self._lock, told=self._told)
+
     def _interpreted(self) -> contextlib.AbstractContextManager[Any]:
         return interpret() if needs_interpreter(self.implementation) else contextlib.nullcontext()
 
@@ -154,7 +162,7 @@ class Session:
 
     def _judged(self, program: Program, folder: Path) -> list[dict[str, Any]]:
         """Runs a program, and compares every output, and every gradient where it has any."""
-        with self._interpreted(), on_device(self._lock):
+        with self._interpreted(), self._device():
             results = {name: np.asarray(_sums(got)) for name, got in self._run(program).items()}
         expected = json.loads((folder / _EXPECTED).read_text())
         checks = []
@@ -224,15 +232,19 @@ def main() -> None:
     _end_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print is no answer.
-    session = Session()
+
+    def say(told: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(told) + "\n")
+        answers.flush()
+
+    session = Session(lambda waits: say({"waits": waits}))
     for line in sys.stdin:
         request = json.loads(line)
         try:
             told = {"ok": True, **getattr(session, request.pop("do"))(**request)}
         except Exception as error:
             told = failure(error)
-        answers.write(json.dumps(told) + "\n")
-        answers.flush()
+        say(told)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ import typer
 from typer.main import get_command
 
 from tilewright import configs as configs_module
+from tilewright.aot import CompileReport
 from tilewright.cli import bench as cli_bench
 from tilewright.cli import check as cli_check
+from tilewright.cli import compile as cli_compile
 from tilewright.cli import ops as cli_ops
 from tilewright.cli.compile import _changed_configs
 from tilewright.cli.document import prints_json, tell
@@ -227,6 +229,10 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert_refused(
         (("check", "softmax"), "op='softmax' is not an op of tilewright; use one of flash_attention, decode_attention"),
         (("check", "RMS-nrm"), "short_conv; did you mean rms_norm?"),
+        (
+            ("bench", "kda,rms_norm"),
+            "op='kda,rms_norm' names several ops, and it takes one at a time; pass kda, then the",
+        ),
         (("bench", "fp8_matmul"), "op='fp8_matmul' is a plain function of tilewright, not an op"),
         (("check", op, "--case", "huge"), "--case huge is not known; use one of odd, batched"),
         (("check", op, "--dtype", "fp8"), "--dtype fp8 is not known; use one of float32, bfloat16"),
@@ -282,9 +288,35 @@ def test_compile_reads_its_arguments_before_it_compiles() -> None:
             "block_v, slots, stored; backward: block_h, tile_n, block_n_dx",
         ),
         ((*op, "--config", "backward.block_n=16"), "--config backward.block_n is not a block size of"),
-        ((*op, "--config", "block_n=8"), "block_n=8 must be a positive multiple of 16"),
+        (
+            (*op, "--config", "block_n=8"),
+            "block_n=8 must be a positive multiple of 16 (sublanes of a bfloat16 tile); use 16",
+        ),
         ((*op, "--config", "block_v_dw=8"), "block_v_dw=8 must be a positive multiple of 128"),
     )
+
+
+def test_compile_prints_remedies_that_it_has_options_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What refuses a call is written for its caller, who has `implementation=`."""
+    remedy = "use x.astype(jnp.bfloat16), or implementation='xla'"
+    refused = CompileReport("h200", "1x1", ok=False, stage="lower", seconds=0.0, cause="refused", remedy=remedy)
+    monkeypatch.setattr(cli_compile, "compile_for", lambda *_, **__: refused)
+    monkeypatch.setattr(cli_compile.Toolchain, "here", lambda *_: None)
+    done = ran("compile", "short_conv", "--case", "odd", "--chip", "h200")
+    assert done.code == 1
+    assert "remedy: use --dtype bfloat16, or another case: here a call takes 'xla', which has no kernel" in done.stdout
+    assert "implementation=" not in ran("compile", "linear_cross_entropy", "--config", "block_n=8").stderr
+
+
+def test_compile_without_a_schedule_says_whether_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = CompileReport("h100", "1x1", ok=True, stage="done", seconds=8.0, compiler="ptxas 13")
+    monkeypatch.setattr(cli_compile, "compile_for", lambda *_, **__: compiled)
+    monkeypatch.setattr(cli_compile.Toolchain, "here", lambda *_: None)
+    done = ran("compile", "short_conv", "--case", "odd", "--chip", "h100", "--no-schedule")
+    assert done.code == 0
+    assert "│ h100 │ compiles │ 8 s │" in done.flat
+    assert "machine code" not in done.stdout
+    assert "no figures" not in done.stdout
 
 
 def test_a_field_on_the_command_line_changes_the_configs_that_have_it() -> None:

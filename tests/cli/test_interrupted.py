@@ -39,6 +39,7 @@ def exhaust(*_: Any, **__: Any) -> None:
     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile trying to allocate 3 GiB")
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_the_table_so_far_and_its_records_are_on_disk(tmp_path: Path) -> None:
     """A real one, of a process whose second entry takes a minute."""
     code = """

@@ -26,6 +26,13 @@ print("as", __name__, sys.argv)
 sys.exit(int(sys.argv[2]))
 """
 
+RAISES = """import json
+try:
+    json.loads('')
+except ValueError:
+    raise OSError(2, 'mine')
+"""
+
 
 @pytest.mark.slow
 def test_an_op_is_traced_without_its_compilation(tmp_path: Path) -> None:
@@ -66,6 +73,7 @@ def test_the_table_shows_kernels_and_rates_where_the_trace_has_them(tmp_path: Pa
     assert "2 devices worked; the figures are of the busiest" in done.flat
 
 
+@pytest.mark.slow
 def test_steps_of_a_loop_are_traced_after_those_that_warm_it_up(tmp_path: Path) -> None:
     made: list[int] = []
     double = jax.jit(lambda x: x + x)
@@ -87,7 +95,7 @@ def test_a_script_runs_as_itself_and_its_steady_state_is_traced(tmp_path: Path) 
     (tmp_path / "job.py").write_text(SCRIPT)
     words = ("profile", "job.py", "--settle", "0.1", "--seconds", "0.2", "-o", "out")
     done = ran(*words, "--", "1.5", "3", cwd=tmp_path)
-    assert done.code == 0, done
+    assert done.code == 3, done
     assert "as __main__ ['job.py', '1.5', '3']" in done.stdout
     assert "the script ended with 3" in done.stderr
     assert "traced 0.2 s of the steady state" in done.stderr
@@ -97,6 +105,27 @@ def test_a_script_runs_as_itself_and_its_steady_state_is_traced(tmp_path: Path) 
     done = ran(*words, "--settle", "60", "--", "0", "0", cwd=tmp_path)
     assert done.code == 1
     assert "nothing traced: job.py ended before 60 s had passed in which it compiled nothing" in done.flat
+
+
+def test_a_script_that_raises_shows_its_own_traceback_only(tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    done = ran("profile", "raises.py", cwd=tmp_path)
+    first, second = done.stderr.split("\nDuring handling of the above exception, another exception occurred:\n\n")
+    begin = 'Traceback (most recent call last):\n  File "raises.py", line {}, in <module>\n'
+    assert done.code == 1
+    assert first.startswith(f"{begin.format(3)}    json.loads('')\n")
+    assert re.fullmatch(f"{re.escape(begin.format(5))}.*\nFileNotFoundError: .* mine\n", second, re.DOTALL), second
+    (tmp_path / "open.py").write_text("x = (\n")
+    done = ran("profile", "open.py", cwd=tmp_path)
+    assert (done.code, done.stderr.splitlines()[0]) == (1, '  File "open.py", line 1')
+    assert done.stderr.endswith("\nSyntaxError: '(' was never closed\n")
+
+
+def test_the_exit_code_of_a_script_is_that_of_the_command(tmp_path: Path) -> None:
+    for ended, code in {"7": 7, "'no data'": 1, "": 1}.items():  # Without a trace, an end without an error is one, too.
+        (tmp_path / "ends.py").write_text(f"import sys\nsys.exit({ended})\n")
+        done = ran("profile", "ends.py", cwd=tmp_path)
+        assert (done.code, "nothing traced: ends.py ended before" in done.flat) == (code, True), done
 
 
 def test_a_trace_that_a_compilation_overlaps_is_replaced(tmp_path: Path) -> None:

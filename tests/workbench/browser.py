@@ -20,6 +20,9 @@ _FLAGS = (
     "--disable-gpu",
     "--hide-scrollbars",
     "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--remote-debugging-pipe",
 )
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.test_cli import assert_refused, ran
 from tests.workbench.test_records import record as made
+from tilewright.cli.bench import _passes
 from tilewright.workbench.baseline import compare, read_baseline
 from tilewright.workbench.records import Record, append_records, read_records
 
@@ -90,10 +91,44 @@ def test_the_gate_names_what_is_slower_and_exits_with_1(tmp_path: Path) -> None:
     assert "no baseline, forward: reference odd bfloat16" in done.flat
 
 
+def test_a_slowdown_within_the_noise_is_listed_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    noisy = (0.2, 2.5, 9.0, 2.5, 0.3)
+    assert _passes([record(samples=noisy), record(case="quick")], [record(), record(2e-3, case="quick")])
+    told = capsys.readouterr().out
+    assert "slower, within the noise: xla odd float32: 2.50 ms, was 1.00 ms on " in told
+    assert "(+150.0 %, wall time, noise 220.0 %)" in told
+    assert "faster: xla quick float32: 1.00 ms, was 2.00 ms" in told
+    assert "baseline: 2 compared, 0 slower, 1 within the noise" in told
+    assert _passes([record(0.99e-3)], [record()])
+    assert "within the noise:" not in capsys.readouterr().out  # It was not slower.
+
+
+def test_a_gate_that_could_compare_nothing_does_not_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not _passes([record()], [elsewhere(record(mode="forward+backward"), chip="h200")])
+    assert (
+        "nothing could be compared: no record of the baseline is of the same op, case, dtype, mode, implementation and "
+        "chip; the baseline has op forward+backward float32 on h200" in capsys.readouterr().out
+    )
+    failed = made(samples_s=())
+    assert not _passes([failed], [record()])
+    assert "nothing could be compared: nothing was timed" in capsys.readouterr().out
+
+
 def test_a_baseline_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text(record().to_json() + "\n" + json.dumps({"median_ms": 3}) + "\n")
     for name, line in {"list": [1, 2], "zero": json.loads(record().to_json()) | {"samples_s": [0.0, 0.0]}}.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+    whole = json.loads(record().to_json())
+    for name, value in {
+        "samples": whole | {"samples_s": 3},
+        "op": whole | {"op": None},
+        "where": whole | {"provenance": {"chip": "cpu"}},
+        "more": whole | {"median_ms": 3},
+        "less": {key: value for key, value in whole.items() if key != "case"},
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(value))
+    (tmp_path / "binary.jsonl").write_bytes(b"\x80\x02")
+    (tmp_path / "torn.jsonl").write_text(record().to_json()[:50])
     append_records(tmp_path / "checks.jsonl", [made(kind="check", samples_s=())])
     words = ("bench", "rms_norm", "--baseline")
     assert_refused(
@@ -101,6 +136,13 @@ def test_a_baseline_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ((*words, "text.jsonl"), "--baseline text.jsonl: line 2 is not a record (record schema=None is not 3"),
         ((*words, "list.jsonl"), "line 1 is not a record (it is a list, and not an object); remove that line"),
         ((*words, "zero.jsonl"), "line 1 is not a record (samples_s must be positive times in seconds)"),
+        ((*words, "binary.jsonl"), "--baseline binary.jsonl: line 1 is not text; pass a file that --records wrote"),
+        ((*words, "torn.jsonl"), "line 1 is not a record (it is not JSON, or was cut off); remove that line"),
+        ((*words, "samples.jsonl"), "line 1 is not a record (samples_s is 3, and not a list); remove that line"),
+        ((*words, "op.jsonl"), "line 1 is not a record (op is null, and not text)"),
+        ((*words, "where.jsonl"), "line 1 is not a record (it has no provenance.device_kind)"),
+        ((*words, "more.jsonl"), "line 1 is not a record (median_ms is not a field of a record)"),
+        ((*words, "less.jsonl"), "line 1 is not a record (it has no case)"),
         ((*words, "checks.jsonl"), "--baseline checks.jsonl has no measurement"),
         ((*words, "checks.jsonl", "--compile-only"), "--baseline compares times and --compile-only takes none"),
         cwd=tmp_path,

@@ -1,19 +1,23 @@
 """Reports: what is read, what is told, the page in a browser, and the same in Markdown."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.test_cli import assert_refused, ran, tilewright
 from tests.workbench.browser import NAMES, browser, find_browser
 from tests.workbench.report_records import H200, timed, write_records
-from tilewright.workbench.records import append_records
+from tilewright.cli.bench import told_record
+from tilewright.workbench.records import Record, append_records
 from tilewright.workbench.report.entries import read_files
 from tilewright.workbench.report.markdown import markdown
 from tilewright.workbench.report.page import page
-from tilewright.workbench.report.sections import Chart, Report, Section, Table, build
+from tilewright.workbench.report.parts import Chart, Report, Section, Table
+from tilewright.workbench.report.sections import build
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,19 @@ def test_a_later_record_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert "1 earlier records are not shown" in told[1]
 
 
+def test_records_that_are_given_twice_count_once(records: Path, tmp_path: Path) -> None:
+    """The same file by two names, a copy of it, and the document that --json printed of its records."""
+    again = tmp_path / "copy.jsonl"
+    lines = (records / "bench.jsonl").read_text().splitlines()
+    again.write_text("".join(f"{line}\n" for line in lines[:5]))
+    told = [told_record(Record.from_json(line)) for line in lines[:3]]
+    (tmp_path / "document.json").write_text(json.dumps({"records": told}))
+    once, found = read_files([records]), read_files([records, records / "bench.jsonl", records / ".", tmp_path])
+    assert (found.entries, found.checks, found.trials) == (once.entries, once.checks, once.trials)
+    assert (found.unread, found.repeated) == (once.unread, 8)
+    assert "Records that were read again count once: 8 were left out." in section(build(found, "t"), "where").text
+
+
 def test_the_documentations_own_records_make_a_report() -> None:
     """They are of three schemas, and lines of runs whose samples were not kept."""
     found = read_files([Path(__file__).resolve().parents[2] / "docs" / "measurements"])
@@ -113,6 +130,42 @@ def test_tuning_counts_no_candidate_that_is_wrong(report: Report) -> None:
     assert (search["heuristic"], search["chosen"], search["gain"]) == ("2.00 ms", "1.50 ms", "1.33x")
     assert search["its config"] == "block_q=384, block_k=128"
     assert [row["verdict"] for row in rows(report, "tuning", 1)] == ["crash", "wrong"]
+
+
+def test_what_a_search_tried_again_counts_once(tmp_path: Path) -> None:
+    """A search that goes on after Ctrl-C times the heuristic's config and the best one again."""
+    path = write_records(tmp_path)[1]
+    trials = [Record.from_json(line) for line in path.read_text().splitlines()[:8]]
+    later = dataclasses.replace(H200, date="2026-11-17T12:00:00+00:00")
+    again = [dataclasses.replace(trials[place], provenance=later) for place in (0, 5, 4)]
+    append_records(tmp_path / "again.jsonl", again)
+    (search,) = rows(build(read_files([tmp_path / "again.jsonl", path]), "A report"), "tuning")
+    assert search["tried"] == "7 (5 ok, 1 crash, 1 wrong)"
+    assert (search["heuristic"], search["chosen"]) == ("2.00 ms", "1.50 ms")
+    newer = {**again[0].metrics, "source": "of the kernel as it is now"}
+    append_records(tmp_path / "newer.jsonl", [dataclasses.replace(again[0], metrics=newer)])
+    report = build(read_files([tmp_path / "newer.jsonl", path]), "A report")
+    (search,) = rows(report, "tuning")
+    assert (search["tried"], search["its config"]) == ("1 (1 ok)", "none: the search was not ended")
+    assert "8 earlier trials are not shown: they are of another version" in section(report, "tuning").text[-1]
+
+
+def test_kernels_that_were_compiled_for_a_gpu_are_a_row_each(tmp_path: Path) -> None:
+    def kernel(name: str, steady: dict[str, int] | None, spilled: int) -> dict[str, Any]:
+        spills = {"spill_store_bytes": spilled, "spill_load_bytes": spilled, "spill_bytes_in_loops": 0}
+        code = None if steady is None else {"start": 0, "kinds": steady}
+        binary = {"registers": 168, "smem_bytes": 2**17, "steady_state": code, **spills}
+        return {"name": name, "estimate": {"floor_us": None}, "binary": binary, "occupancy": {"blocks": 1}}
+
+    named = {"kind": "estimate", "op": "kda", "case": "h96", "dtype": "bfloat16", "mode": "forward+backward"}
+    kernels = [kernel("kda_forward", {"wgmma": 8, "FP32": 100}, 4), kernel("kda_backward", None, 0)]
+    report = {**named, "chip": "h200", "ok": True, "kernels": kernels, "estimate": {"floor_us": None}}
+    (tmp_path / "compiled.json").write_text(json.dumps([report]))
+    found = build(read_files([tmp_path]), "A report")
+    forward, backward = rows(found, "kernels")
+    assert (forward["what"], forward["implementation"]) == ("kda h96", "pallas_gpu bfloat16 forward+backward")
+    assert list(forward.values())[3:] == ["kda_forward", "168", "128 KiB", "1", "8 B", "0 B", "108"]
+    assert (backward["kernel"], backward["steady state"]) == ("kda_backward", "no loop")
 
 
 def test_a_search_that_was_not_ended_has_no_gain(tmp_path: Path) -> None:

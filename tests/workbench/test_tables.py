@@ -7,7 +7,10 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
+import tilewright
+from tests.core.test_tuned import entry
 from tilewright.cli.main import app
+from tilewright.core.tuned import table_text
 from tilewright.workbench.records import Provenance, Record, append_records
 from tilewright.workbench.tables import BadTable, written
 
@@ -112,3 +115,16 @@ def test_every_table_of_the_documentation_is_up_to_date() -> None:
     assert len(made) >= 5
     for page in made:
         assert written(page) == page.read_text(), f"{page} is stale: run `tilewright tables`"
+
+
+def test_a_table_is_written_from_tuned_configs(tmp_path: Path) -> None:
+    for op, n, gain in (("first", 128, 1.5), ("second", 64, 1.0)):
+        found = entry(n, tilewright.configs.LinearCrossEntropyXlaForward(n, 256), case="c", heuristic_s=gain * 1e-3)
+        (tmp_path / f"{op}.json").write_text(table_text(op, "cpu", [found]))
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- table\nrecords: *.json\nrows: op, case, direction\n"
+        "op: {op}, {direction}\ntime: {median_s}\ngain: {gain:.2f}\nconfig: {config}\n-->\n<!-- end of table -->\n"
+    )
+    assert "| first, forward | 1.00 ms | 1.50 | block_n=128, block_v=256 |" in written(page)
+    assert "| second, forward | 1.00 ms | 1.00 | block_n=64, block_v=256 |" in written(page)

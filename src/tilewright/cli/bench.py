@@ -30,7 +30,7 @@ from tilewright.core.target import default_device
 from tilewright.workbench.baseline import compare, read_baseline
 from tilewright.workbench.bench import Mode, Timing, bench_case, bench_record
 from tilewright.workbench.check import DTYPES
-from tilewright.workbench.figures import memory, rate, seconds
+from tilewright.workbench.figures import listed, memory, rate, seconds
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import leave_room
 from tilewright.workbench.peers.compare import bench_peer
@@ -140,7 +140,7 @@ def _notes(done: list[Record]) -> list[str]:
 
 
 def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
-    """Prints how the records compare with the baseline's. Returns whether none is slower."""
+    """Prints how the records compare with the baseline's. Returns whether some were compared and none is slower."""
     found, out = compare(done, baseline), console()
 
     def named(record: Record) -> dict[str, Any]:
@@ -166,13 +166,13 @@ def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
     def names(records: Iterable[Record]) -> str:
         return escape(", ".join(f"{each.implementation} {each.case} {each.dtype}" for each in records))
 
+    marks = {"slower": "[bold red]slower:[/]", "faster": "[green]faster:[/]", "same": "slower, within the noise:"}
     for change in found.changes:
-        if change.verdict == "same":
+        if change.verdict == "same" and change.now_s <= change.before_s:
             continue
         percent = 100 * (change.now_s / change.before_s - 1)
-        colour = "bold red" if change.verdict == "slower" else "green"
         out.print(
-            f"[{colour}]{change.verdict}:[/] {names([change.now])}: {seconds(change.now_s)}, was "
+            f"{marks[change.verdict]} {names([change.now])}: {seconds(change.now_s)}, was "
             f"{seconds(change.before_s)} on {change.before.provenance.date[:10]} ({percent:+.1f} %, {change.basis} time, "
             f"noise {100 * change.noise:.1f} %)",
             highlight=False,
@@ -182,6 +182,16 @@ def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
     out.print(
         f"baseline: {len(found.changes)} compared, {len(found.slower)} slower, {same} within the noise", highlight=False
     )
+    if not found.changes:
+        why = "nothing was timed"
+        if any(record.samples_s for record in done):
+            why = "no record of the baseline is of the same op, case, dtype, mode, implementation and chip"
+        has = listed(found.scopes) or "these records only"
+        out.print(
+            f"[bold red]nothing could be compared:[/] {escape(f'{why}; the baseline has {has}')}",
+            highlight=False,
+            soft_wrap=True,
+        )
     lines = {
         "other versions": escape(", ".join(found.other_versions)),
         **{
@@ -196,7 +206,7 @@ def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
     for what, which in lines.items():
         if which:
             out.print(f"[yellow]{what}:[/] {which}", highlight=False, soft_wrap=True)
-    return not found.slower
+    return found.passes
 
 
 def _device_notes(done: list[Record]) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,7 +130,7 @@ def compile_verb(
 
     def keep(place: int, report: CompileReport) -> None:
         """Adds a report, and writes all of them, in order: the file is whole after every one."""
-        reports[place] = report
+        reports[place] = dataclasses.replace(report, remedy=_for_this_verb(report.remedy))
         named = {"kind": "estimate", "op": op, "dtype": dtype, "mode": mode, **where}
         whole = [{**named, "case": work[n][0].name, **reports[n].to_dict()} for n in sorted(reports)]
         tell(reports=whole)
@@ -149,6 +150,9 @@ def compile_verb(
         those = [reports[n] for n in sorted(reports) if work[n][0].name == name and work[n][1].platform == platform]
         if those:
             title, prefix = f"{op} {name} {dtype}, {mode}", f"{op}_"
+            if no_schedule:
+                console().print(_outcomes_table(title, those))
+                continue
             if platform == "tpu":
                 console().print(_tpu_table(title, those, prefix=prefix))
                 continue
@@ -196,7 +200,7 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
         implementation = f"pallas_{chip.platform}"
         explanation = explain(op.name, **case.structs(dtype), **case.options, implementation=implementation)
     if explanation.refusal is not None:
-        raise ValueError(explanation.refusal)
+        raise ValueError(_for_this_verb(explanation.refusal))
     configs = explanation.decisions[0].configs
     fields = {name: [field.name for field in dataclasses.fields(config)] for name, config in configs.items()}  # type: ignore[arg-type]
     applied: dict[str, dict[str, int]] = {direction: {} for direction in configs}
@@ -209,7 +213,22 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
             raise ValueError(f"--config {name} is not a block size of {op.name}; use one of {known}{hint}")
         for each in fitting:
             applied[each][field] = value
-    return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
+    try:
+        return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
+    except ValueError as error:
+        raise ValueError(
+            str(error).replace(", or implementation='xla'", "")
+        ) from error  # This verb has no such option.
+
+
+def _for_this_verb(text: str) -> str:
+    """The remedy of a refusal, which is written for callers of the op, in words of this command line."""
+    text = re.sub(r"\w+\.astype\(jnp\.(\w+)\)", r"--dtype \1", text)
+    return re.sub(
+        r"implementation='(xla|reference)'",
+        r"another case: here a call takes '\1', which has no kernel to compile",
+        text,
+    )
 
 
 def _show_doctor(platforms: tuple[Platform, ...]) -> None:
@@ -227,6 +246,16 @@ def _show_doctor(platforms: tuple[Platform, ...]) -> None:
         console().print(table)
     if lacks:
         raise typer.Exit(1)
+
+
+def _outcomes_table(title: str, reports: list[CompileReport]) -> Table:
+    """Whether each compiles, and nothing else: what --no-schedule asks for."""
+    table = new_table(f"{title} ({reports[0].compiler})", ("chip", "result"), ("compile", "code"))
+    for report in reports:
+        result = "[green]compiles[/]" if report.ok else f"[bold red]{report.stage} failed[/]"
+        took = "cached" if report.cached else f"{report.seconds:.0f} s"
+        table.add_row(report.chip, result, took, memory(report.code_bytes))
+    return table
 
 
 def _tpu_table(title: str, reports: list[CompileReport], *, prefix: str) -> Table:
@@ -275,7 +304,7 @@ def _gpu_table(title: str, reports: list[CompileReport], *, prefix: str) -> Tabl
         if not report.ok:
             table.add_row(report.chip, f"[bold red]{report.stage} failed[/]", *[""] * 10)
         elif not report.kernels:
-            table.add_row(report.chip, "(no figures)", f"{report.seconds:.0f} s", *[""] * 9)
+            table.add_row(report.chip, "(no Pallas kernel)", f"{report.seconds:.0f} s", *[""] * 9)
         for position, kernel in enumerate(report.kernels):
             first = position == 0
             table.add_row(

@@ -1,6 +1,10 @@
 """`tilewright`: the verbs of the workbench, and how their errors are printed."""
 
+import contextlib
 import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import typer
 from rich.markup import escape
@@ -23,6 +27,7 @@ from tilewright.cli.tables import tables
 from tilewright.cli.train import train
 from tilewright.cli.tune import tune
 from tilewright.cli.tuned import tuned
+from tilewright.core.tuned import DamagedTableWarning
 
 app = typer.Typer(
     cls=Verbs,
@@ -94,12 +99,32 @@ def main() -> None:
     Any other error keeps its traceback.
     """
     try:
-        app(prog_name="tilewright")  # As `python -m tilewright`, too: completion scripts have its name in them.
+        with _plain_warnings():
+            app(prog_name="tilewright")  # As `python -m tilewright`, too: completion scripts have its name in them.
     except Exception as error:
         if (line := as_mistake(error)) is None:
             raise
         console(stderr=True).print(f"[bold red]error:[/] {escape(line)}", highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Prints what is wrong with a tuned table once, as a line. The caller's source line is of no use on a command line."""
+    before, told = warnings.showwarning, set[str]()
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **given: Any) -> None:
+        if not issubclass(category, DamagedTableWarning):
+            before(message, category, *where, **given)
+        elif (text := str(message)) not in told:
+            told.add(text)
+            console(stderr=True).print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 if __name__ == "__main__":

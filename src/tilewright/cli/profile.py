@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ from tilewright.workbench.profile import (
     NothingTraced,
     Operation,
     Profile,
+    ScriptFailed,
     trace_calls,
     trace_script,
     trace_steps,
@@ -82,8 +84,9 @@ def profile(
     device waited, the share of this package's kernels, and FLOP/s and bytes/s where the work is known. The folder is for
     XProf (`xprof --logdir FOLDER`), and its trace.json.gz for ui.perfetto.dev.
 
-    A script runs as `python SCRIPT WORDS` would, to its end or to Ctrl-C. Training steps are made in a folder of their
-    own: the run's checkpoints are not touched. On a CPU the times are those of XLA's operations on the host's threads.
+    A script runs as `python SCRIPT WORDS` would, to its end or to Ctrl-C, and its exit code is this command's; if it
+    raises, its traceback is printed and the exit code is 1. Training steps are made in a folder of their own: the run's
+    checkpoints are not touched. On a CPU the times are those of XLA's operations on the host's threads.
     """
     words = words or []
     is_op = what in registered()
@@ -105,6 +108,7 @@ def profile(
         with writing("out", folder):
             folder.mkdir(parents=True, exist_ok=True)
     default_device()  # Raises where JAX_PLATFORMS names a device that is not here.
+    code = 0
     try:
         if is_op:
             title, made = _of_op(find_op(what), case, implementation, dtype, folder, steps, grad=grad)
@@ -112,11 +116,14 @@ def profile(
             title, made = _of_training(words, folder, steps)
         else:
             title = f"{script.name}, {length:g} s of its steady state"
-            made = trace_script(script, words, folder, settle_s=settle, seconds=length, told=_tell)
+            made, code = trace_script(script, words, folder, settle_s=settle, seconds=length, told=_tell)
     except NothingTraced as error:
         console(stderr=True).print(
             f"[bold red]nothing traced:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
+        raise typer.Exit(error.code) from error
+    except ScriptFailed as error:
+        print(error, end="", file=sys.stderr)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         interrupt.answered()
@@ -124,6 +131,8 @@ def profile(
         raise typer.Exit(INTERRUPTED) from None
     interrupt.answered()  # A Ctrl-C that ended the script, after its trace was there.
     _show(title, made, top, dtype if is_op else None)
+    if code:
+        raise typer.Exit(code)
 
 
 def _tell(line: str) -> None:

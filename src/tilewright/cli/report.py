@@ -50,6 +50,8 @@ def report(
     entries = sum(found.files.values())
     files = "1 file" if len(found.files) == 1 else f"{len(found.files)} files"
     console().print(f"{entries} records of {files}: {escape(str(out))}/report.html, report.md", highlight=False)
+    if found.repeated:
+        console().print(f"left out, since they are copies: {found.repeated}", highlight=False)
     if found.unread:
         shown = "; ".join(found.unread[:_SHOWN_UNREAD])
         more = f"; and {len(found.unread) - _SHOWN_UNREAD} more" if len(found.unread) > _SHOWN_UNREAD else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tilewright.workbench.records import Record, comparable_samples, relative_spread
+from tilewright.workbench.records import Record, comparable_samples, read_records, relative_spread
 
 _FLOORS = {"wall": 0.05, "device": 0.02}
 _VERSIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -49,9 +49,17 @@ class Comparison:
     not_measured: tuple[Record, ...]
     """Of the same ops, modes, dtypes and chip in the baseline, and not measured now."""
 
+    scopes: tuple[str, ...]
+    """What the baseline has, such as "rms_norm forward bfloat16 on h200"."""
+
     @property
     def slower(self) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if change.verdict == "slower")
+
+    @property
+    def passes(self) -> bool:
+        """Whether something was compared, and nothing is slower."""
+        return bool(self.changes) and not self.slower
 
     @property
     def other_versions(self) -> list[str]:
@@ -71,16 +79,10 @@ def read_baseline(path: Path) -> list[Record]:
     """The measurements in a file of records. Raises `ValueError` with the line where one cannot be read."""
     if not path.is_file():
         raise ValueError(f"--baseline {path} is not a file; pass a file that --records wrote")
-    records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.strip():
-            try:
-                records.append(Record.from_json(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"--baseline {path}: line {number} is not a record ({error}); remove that line, or pass another file"
-                ) from error
-    timed = [record for record in records if record.kind == "bench" and record.samples_s]
+    try:
+        timed = [record for record in read_records(path) if record.kind == "bench" and record.samples_s]
+    except ValueError as error:
+        raise ValueError(f"--baseline {error}") from error
     if not timed:
         raise ValueError(f"--baseline {path} has no measurement; pass a file that --records wrote")
     return timed
@@ -105,7 +107,8 @@ def compare(records: Iterable[Record], baseline: Sequence[Record]) -> Comparison
     scopes = {_scope(record) for record in timed}
     keys = {_key(record) for record in timed}
     left = {_key(record): record for record in earlier if _scope(record) in scopes and _key(record) not in keys}
-    return Comparison(tuple(changes), tuple(without), tuple(other_chip), tuple(left.values()))
+    had = dict.fromkeys(f"{op} {mode} {dtype} on {chip}" for op, dtype, mode, chip in map(_scope, earlier))
+    return Comparison(tuple(changes), tuple(without), tuple(other_chip), tuple(left.values()), tuple(had))
 
 
 def _key(record: Record) -> tuple[str, ...]:

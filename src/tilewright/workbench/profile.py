@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,18 @@ _SIGNAL = signal.SIGPROF
 
 
 class NothingTraced(Exception):
-    """There was no steady state to trace, or no operation in it. The text is the reason and the remedy."""
+    """There was no steady state to trace, or no operation in it. The text is the reason and the remedy.
+
+    `code`: the exit code of the script that ended too early, where that is an error's.
+    """
+
+    def __init__(self, text: str, code: int = 1):
+        super().__init__(text)
+        self.code = code
+
+
+class ScriptFailed(Exception):
+    """A script raised an exception. The text is its traceback, from the script's own line on."""
 
 
 @dataclass(frozen=True)
@@ -176,27 +188,48 @@ def trace_steps(made: Iterator[Any], folder: Path, steps: int, work: Work | None
 
 def trace_script(
     script: Path, words: list[str], folder: Path, *, settle_s: float, seconds: float, told: Callable[[str], None]
-) -> Profile:
+) -> tuple[Profile, int]:
     """Runs a Python script in this process, and traces `seconds` of it after `settle_s` in which it compiled nothing.
 
-    `told` is called with a line when the trace is there. The script runs to its end, or to Ctrl-C; an exception that it
-    raises is raised here. For the main thread, which alone gets signals.
+    Returns what was traced, and the script's exit code.
+
+    `told` is called with a line when the trace is there. The script runs to its end, or to Ctrl-C; where it raises an
+    exception, that is a `ScriptFailed`. For the main thread, which alone gets signals.
     """
+    code = 0
     with _SteadyTrace(folder, settle_s, seconds, told) as steady, _as_main(script, words):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as ended:
             if ended.code not in (None, 0):
                 told(f"the script ended with {ended.code}")
+                code = ended.code if isinstance(ended.code, int) else 1  # As Python has it, of a text.
         except KeyboardInterrupt:
             if not steady.taken:
                 raise
+        except Exception as error:
+            raise ScriptFailed(_traceback_of(script, error)) from error
     if steady.taken is None:
         raise NothingTraced(
             f"{script} ended before {settle_s:g} s had passed in which it compiled nothing and ran something; make it run "
-            f"longer{', or pass --settle 0' if settle_s else ''}"
+            f"longer{', or pass --settle 0' if settle_s else ''}",
+            code or 1,
         )
-    return summarise(folder, steady.taken, steps=None)
+    return summarise(folder, steady.taken, steps=None), code
+
+
+def _traceback_of(script: Path, error: Exception) -> str:
+    """What Python prints of an exception where it runs the script itself: without what has led to the script."""
+    whole = traceback.TracebackException.from_exception(error)
+    chain, left = list[traceback.TracebackException](), [whole]
+    while left:
+        chain.append(left.pop())
+        left += [each for each in (chain[-1].__cause__, chain[-1].__context__) if each is not None]
+    for one in chain:
+        own = [place for place, frame in enumerate(one.stack) if frame.filename == str(script)]
+        del one.stack[: own[0] if own else 0]
+    compiled = any(frame.filename == str(script) for frame in whole.stack)
+    return "".join(whole.format() if compiled else whole.format_exception_only())
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ A table stands between two comments. The first one says which records it is made
 
     <!-- end of table -->
 
-- `records`: JSONL files, relative to the page, separated by commas. `where`: keeps the records with these values.
+- `records`: JSONL files, or tables of tuned configs (`*.json`), relative to the page, separated by commas; `*` stands for
+  any name. `where`: keeps the records with these values.
 - `rows`: the fields whose values distinguish the rows. The values that a field names give the order of the rows; without
   them it is the order of the records.
 - Every other line is a column: its heading, and a template with fields in braces. Conditions behind a field select one of
@@ -31,6 +32,8 @@ is a rate in tera-units; `_fraction` and `spread` are percentages. `_ms`, `_us` 
 unit. The fields are those of a record (workbench/records.py) and of its metrics and provenance, with `median_s`, `min_s`,
 `max_s` and `spread` computed from the samples. Lines that are not records, of runs without samples, have fields such as
 `median_ms`.
+Those of a tuned config are the fields of its entry (core/tuned.py), with `median_s`, `gain`, `date`, `tried` and `of`;
+`config` has the fields of the config.
 """
 
 import json
@@ -41,6 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilewright.core.tuned import Entry, parse_table
 from tilewright.workbench.figures import memory, seconds, significant
 from tilewright.workbench.records import Record
 
@@ -118,7 +122,13 @@ def _parse(body: str) -> _Table:
 
 
 def _read(path: Path) -> Iterator[Fields]:
-    """The records of a file as flat mappings from field to value."""
+    """The records of a file, or the entries of a table of tuned configs, as flat mappings from field to value."""
+    if path.suffix == ".json":
+        op, chip, entries, wrong = parse_table(path.read_text())
+        if wrong:
+            raise ValueError(f"{path}: {wrong[0]}")
+        yield from ({"op": op, "chip": chip, **_flat_entry(entry)} for entry in entries)
+        return
     for line in filter(str.strip, path.read_text().splitlines()):
         data = json.loads(line)
         if "samples_s" in data:
@@ -131,6 +141,14 @@ def _read(path: Path) -> Iterator[Fields]:
             yield flat
             continue
         yield flat_record(data)
+
+
+def _flat_entry(entry: Entry) -> dict[str, Any]:
+    """An entry of a tuned table; of its config, without the name of its class and without fields that are None."""
+    fields = {name: value for name, value in entry.config.items() if name != "config" and value is not None}
+    config = ", ".join(f"{name}={value}" for name, value in fields.items())
+    more = {"median_s": entry.seconds, "gain": entry.gain, "config": config, "date": entry.provenance["date"][:10]}
+    return vars(entry) | dict(entry.search) | more
 
 
 def flat_record(data: Fields) -> dict[str, Any]:
@@ -154,8 +172,15 @@ def _matches(record: Fields, conditions: Mapping[str, tuple[str, ...]]) -> bool:
     return all(str(record.get(name)) in values for name, values in conditions.items() if values)
 
 
+def _files(folder: Path, name: str) -> list[Path]:
+    """The files of a name relative to a folder, whose last part may have a `*`."""
+    path = folder / name
+    return sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
+
+
 def _rows(table: _Table, folder: Path) -> str:
-    records = [record for name in table.records for record in _read(folder / name) if _matches(record, table.where)]
+    paths = [path for name in table.records for path in _files(folder, name)]
+    records = [record for path in paths for record in _read(path) if _matches(record, table.where)]
     keys = dict.fromkeys(
         tuple(str(record.get(name)) for name in table.rows) for record in records if _matches(record, table.rows)
     )

@@ -252,6 +252,7 @@ def test_a_peer_that_does_not_answer_is_ended() -> None:
         ask(adapter, TENSORS, adapter.settle(case), case.draw("bfloat16"), None, 0.1, limit_s=1.0)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_summed_is_judged_as_a_sum() -> None:
     """Liger's version of the case: one loss, with a gradient of 1."""
     op = find_op("linear_cross_entropy")

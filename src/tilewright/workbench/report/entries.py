@@ -25,8 +25,25 @@ _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
 NOT_SAID = "not said"
 """What a line of an earlier run does not have."""
 _CHOSEN = "chosen"
+_COMPUTED = ("median_s", "spread")  # What --json adds to the fields of a record.
 # What a tuner may call a trial that counts.
 _FINE = ("ok", "measured", "estimated", "timed", "better", "kept", "slow", "slower", "worse", _CHOSEN)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What the compiler made of one kernel for a GPU."""
+
+    kernel: str
+    registers: int
+    """Per thread."""
+    smem_bytes: int
+    blocks: int
+    """That a multiprocessor holds at a time."""
+    spilled_bytes: int
+    spilled_in_loops_bytes: int
+    steady_state: int | None
+    """Instructions of the loop in which it spends its time; None without loops."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ class Entry:
     tokens: float | None = None
     config: str = ""
     config_source: str = ""
+    machine_codes: tuple[MachineCode, ...] = ()
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -134,6 +152,9 @@ class Trial:
     seconds: float | None
     heuristic_s: float | None
     """Of the config that was chosen: the time of the heuristic's, beside it."""
+    date: str
+    versions: tuple[str, ...]
+    """Of the kernel's source and of jax: a search goes on from the trials of its own, and from no others."""
 
     @property
     def search(self) -> tuple[str, ...]:
@@ -157,6 +178,8 @@ class Found:
     """How many things each file had."""
     unread: list[str] = field(default_factory=list)
     """Places of lines that are none of these, and why."""
+    repeated: int = 0
+    """How many were read before, as from a copy of a file: they count once."""
 
     @property
     def latest(self) -> list[Entry]:
@@ -173,16 +196,19 @@ def chip_peaks(chip: str, dtype: str) -> tuple[float, float] | None:
 
 def read_files(paths: Iterable[Path]) -> Found:
     """Reads JSONL files of records and JSON files of `compile --out` and of `--json`, and those in folders."""
-    found = Found()
+    found, read, known = Found(), set[Path](), set[str]()
     for path in paths:
         inside = (
             sorted(each for each in path.rglob("*") if each.suffix in (".jsonl", ".json")) if path.is_dir() else [path]
         )
         for file in inside:
+            if file.resolve() in read:
+                continue
+            read.add(file.resolve())
             before, notes = _count(found), len(found.unread)
             for place, data in _objects(file, found.unread):
                 try:
-                    _add(found, data, str(file))
+                    _add(found, data, str(file), known)
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
                     found.unread.append(f"{place}: {type(error).__name__}: {error}")
             if (count := _count(found) - before) or not path.is_dir():
@@ -223,10 +249,19 @@ def _objects(path: Path, unread: list[str]) -> Iterator[tuple[str, Any]]:
                 unread.append(f"{path}:{number}: {error}")
 
 
-def _add(found: Found, data: Any, source: str) -> None:
+def _add(found: Found, data: Any, source: str, known: set[str]) -> None:
+    """Adds an object of a file, unless it is `known`: the text of each that was added."""
     if not isinstance(data, dict) or "op" not in data:
         raise ValueError("it is not a record: it has no op")
-    if "samples_s" in data and "schema" in data:
+    is_record = "samples_s" in data and "schema" in data
+    if is_record:
+        data = {name: value for name, value in data.items() if name not in _COMPUTED}
+    text = json.dumps(data, sort_keys=True)
+    if text in known:
+        found.repeated += 1
+        return
+    known.add(text)
+    if is_record:
         record = Record.from_json(json.dumps(data))
         if "outcome" in record.metrics:
             found.trials.append(_trial(record))
@@ -349,6 +384,11 @@ def _trial(record: Record) -> Trial:
         reason=_text(metrics.get("reason")),
         seconds=statistics.median(record.samples_s) if record.samples_s else estimate,
         heuristic_s=_number(metrics.get("heuristic_s")),
+        date=record.provenance.date,
+        versions=(
+            _text(metrics.get("source")),
+            *(record.provenance.versions.get(name, "") for name in ("jax", "jaxlib")),
+        ),
     )
 
 
@@ -381,6 +421,21 @@ def _compiled(data: Mapping[str, Any], source: str) -> Entry:
         bytes=work[1],
         temp_bytes=_number(data.get("temp_bytes")),
         failure="" if data.get("ok") else _text(data.get("cause")),
+        machine_codes=tuple(
+            MachineCode(
+                each["name"],
+                each["binary"]["registers"],
+                each["binary"]["smem_bytes"],
+                each["occupancy"]["blocks"],
+                each["binary"]["spill_store_bytes"] + each["binary"]["spill_load_bytes"],
+                each["binary"]["spill_bytes_in_loops"],
+                None
+                if each["binary"]["steady_state"] is None
+                else sum(each["binary"]["steady_state"]["kinds"].values()),
+            )
+            for each in data["kernels"]
+            if each.get("binary") is not None
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tilewright.workbench.report.page import STYLE
-from tilewright.workbench.report.sections import Chart, Report, Table
+from tilewright.workbench.report.parts import Chart, Report, Table
 
 FIGURES = "figures"
 

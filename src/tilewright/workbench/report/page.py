@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from tilewright.workbench.report.sections import Cell, Chart, Report, Row, Section, Table
+from tilewright.workbench.report.parts import Cell, Chart, Report, Row, Section, Table
 
 _HERE = Path(__file__).resolve().parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -3,17 +3,29 @@
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tilewright.core.dispatch import registered
-from tilewright.workbench.figures import memory, rate, seconds
+from tilewright.workbench.figures import listed, memory, rate, seconds
 from tilewright.workbench.records import DECODE_SIZED_S, now
 from tilewright.workbench.report.charts import Axis, Line, Mark, colours_of, draw, legend
-from tilewright.workbench.report.entries import NOT_SAID, Check, Entry, Found, Trial, chip_peaks, find_case
+from tilewright.workbench.report.entries import NOT_SAID, Check, Entry, Found, MachineCode, chip_peaks, find_case
+from tilewright.workbench.report.parts import (
+    FACETS,
+    Cell,
+    Chart,
+    Report,
+    Row,
+    Section,
+    Table,
+    facets_of,
+    kind_cell,
+    name_cell,
+    time_cell,
+)
+from tilewright.workbench.report.tuning import tuning
 
-FACETS = ("kind", "op", "chip", "mode", "dtype", "implementation")
 _FITTED = 4
 _LEAST_LENGTHS = 3
 _LONGEST_LIST = 12
@@ -24,72 +36,6 @@ _SPEED = (
 """The columns of the table of speed; those with nothing in them are left out."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell: its text, what it is sorted by, how it is marked, and what is said beside the pointer."""
-
-    text: str = ""
-    value: float | str | None = None
-    mark: Literal["", "good", "bad", "estimate", "measured", "peer", "faint"] = ""
-    under: str = ""
-    """A second line."""
-    title: str = ""
-    bar: float | None = None
-    """A bar of this fraction of the cell."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row, and what the page filters it by."""
-
-    cells: tuple[Cell, ...]
-    facets: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table. `right` are the columns of figures."""
-
-    name: str
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    right: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart, and the names of its colours as HTML."""
-
-    name: str
-    title: str
-    svg: str
-    legend: str = ""
-    small: bool = False
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a report."""
-
-    name: str
-    title: str
-    text: tuple[str, ...] = ()
-    blocks: tuple[Table | Chart, ...] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """A whole report."""
-
-    title: str
-    date: str
-    figures: Mapping[str, str]
-    """What is seen first: a label and a figure each."""
-    sections: tuple[Section, ...]
-    facets: Mapping[str, tuple[str, ...]]
-    """The values of each facet, for the filters."""
-
-
 def build(found: Found, title: str) -> Report:
     """The report of what was read. A section with nothing in it is left out."""
     latest = sorted(found.latest, key=_order)
@@ -97,11 +43,11 @@ def build(found: Found, title: str) -> Report:
     sections = [
         _where(found),
         _speed(timed),
-        _kernels(timed),
+        _kernels(latest),
         _roofline(timed),
         _growth(timed),
         _errors(latest, found.checks),
-        _tuning(found.trials),
+        tuning(found.trials),
         _not_measured(found, latest),
     ]
     measured = [entry for entry in timed if entry.kind == "measured"]
@@ -110,7 +56,7 @@ def build(found: Found, title: str) -> Report:
         "measured": f"{len(measured):,}",
         "estimated": f"{len(estimates):,}",
         "checked": f"{sum(check.ok for check in found.checks)} of {len(found.checks)}" if found.checks else "",
-        "tuning trials": f"{len(found.trials):,}" if found.trials else "",
+        "tuning trials": f"{sum(trial.verdict != 'chosen' for trial in found.trials):,}" if found.trials else "",
         "failed": str(sum(bool(entry.failure) for entry in latest)),
         "chips": ", ".join(dict.fromkeys(entry.chip for entry in latest)),
         "dates": _between(entry.date[:10] for entry in found.entries),
@@ -141,25 +87,6 @@ def _between(dates: Iterable[str]) -> str:
     return "" if not known else known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
 
 
-def _facets(entry: Any) -> dict[str, str]:
-    return {name: str(value) for name in FACETS if (value := getattr(entry, name, None))}
-
-
-def _kind(kind: str) -> Cell:
-    return Cell(kind, kind, "estimate" if kind == "estimate" else "measured")
-
-
-def _name(entry: Entry | Check | Trial) -> Cell:
-    return Cell(entry.op, f"{entry.op} {entry.case}", under=entry.case)
-
-
-def _time(value: float | None, *, estimate: bool = False, under: str = "", title: str = "") -> Cell:
-    if value is None:
-        return Cell("", None, title=title)
-    shown = f"≥ {seconds(value)}" if estimate else seconds(value)
-    return Cell(shown, value, "estimate" if estimate else "", under, title)
-
-
 def _where(found: Found) -> Section:
     """Machines, versions and files."""
     groups: dict[tuple[str, ...], list[Entry]] = {}
@@ -174,14 +101,14 @@ def _where(found: Found) -> Section:
         files = list(dict.fromkeys(entry.source for entry in entries))
         others = {name: text for entry in entries for name, text in entry.versions.items() if name != "jax"}
         cells = (
-            _kind(kind),
+            kind_cell(kind),
             Cell(chip, chip, under="" if device == chip else device),
             Cell(jax_version or NOT_SAID, jax_version, title=", ".join(f"{n} {v}" for n, v in others.items())),
             Cell(short or NOT_SAID, short, title=commit),
             Cell(_between(entry.date[:10] for entry in entries) or NOT_SAID),
             Cell(str(len(entries)), len(entries)),
-            Cell(_listed(ops), title=", ".join(ops)),
-            Cell(_listed(files, 3), mark="faint", title="\n".join(files)),
+            Cell(listed(ops), title=", ".join(ops)),
+            Cell(listed(files, 3), mark="faint", title="\n".join(files)),
         )
         rows.append(Row(cells, {"kind": kind, "chip": chip}))
     columns = ("kind", "chip", "jax", "commit", "date", "records", "ops", "files")
@@ -192,13 +119,9 @@ def _where(found: Found) -> Section:
         f"{len(found.entries) - len(found.latest)} earlier records are not shown: only the last one of each thing is."
         if len(found.entries) > len(found.latest)
         else "",
+        f"Records that were read again count once: {found.repeated} were left out." if found.repeated else "",
     )
     return Section("where", "What ran where", tuple(filter(None, text)), (table,) if rows else ())
-
-
-def _listed(words: Sequence[str], most: int = 6) -> str:
-    more = len(words) - most
-    return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _compared_s(one: Entry, other: Entry) -> tuple[float, float]:
@@ -231,8 +154,8 @@ def _speed(timed: Sequence[Entry]) -> Section | None:
         for entry in group:
             estimate = entry.kind == "estimate"
             cells = {
-                "kind": _kind(entry.kind),
-                "what": _name(entry),
+                "kind": kind_cell(entry.kind),
+                "what": name_cell(entry),
                 "how": Cell(entry.dtype, f"{entry.dtype} {entry.mode}", under=entry.mode),
                 "implementation": Cell(
                     entry.implementation,
@@ -242,11 +165,11 @@ def _speed(timed: Sequence[Entry]) -> Section | None:
                     title=entry.config,
                 ),
                 "chip": Cell(entry.chip, entry.chip),
-                "wall time": _time(
+                "wall time": time_cell(
                     entry.wall_s, estimate=estimate, under="" if entry.spread is None else f"± {entry.spread:.1%}"
                 ),
-                "device": _time(entry.device_s, title=entry.no_device_time),
-                "device, cold": _time(entry.cold_s),
+                "device": time_cell(entry.device_s, title=entry.no_device_time),
+                "device, cold": time_cell(entry.cold_s),
                 "x fastest": _of_fastest(entry, right),
                 "beside peers": _beside_peers(entry, peers),
                 "of ceiling": _share(None if entry.agrees is False else entry.of_ceiling),
@@ -255,7 +178,7 @@ def _speed(timed: Sequence[Entry]) -> Section | None:
                     "" if entry.temp_bytes is None else memory(entry.temp_bytes), entry.temp_bytes
                 ),
             }
-            rows.append(Row(tuple(cells[name] for name in _SPEED if has.get(name, True)), _facets(entry)))
+            rows.append(Row(tuple(cells[name] for name in _SPEED if has.get(name, True)), facets_of(entry)))
     columns = tuple(name for name in _SPEED if has.get(name, True))
     table = Table("speed", columns, tuple(rows), right=columns[5:])
     text = [
@@ -316,27 +239,53 @@ def _rates(entry: Entry) -> Cell:
     return Cell(rate(entry.flops / time_s, "FLOP/s", None), entry.flops / time_s, under=moved)
 
 
-def _kernels(timed: Sequence[Entry]) -> Section | None:
-    """Device time by kernel."""
-    rows = []
-    for entry in timed:
+def _kernels(latest: Sequence[Entry]) -> Section | None:
+    """Device time by kernel, and what the machine code of kernels that were compiled for a GPU has."""
+    rows, blocks, text = [], [], []
+    for entry in latest:
         total = sum(entry.kernels_s.values())
         for kernel, time_s in entry.kernels_s.items():
             cells = (
-                _kind(entry.kind),
-                _name(entry),
+                kind_cell(entry.kind),
+                name_cell(entry),
                 Cell(entry.implementation, under=f"{entry.dtype} {entry.mode}"),
                 Cell(entry.chip),
                 Cell(kernel, kernel),
-                _time(time_s, estimate=entry.kind == "estimate"),
+                time_cell(time_s, estimate=entry.kind == "estimate"),
                 _share(time_s / total if total else None),
             )
-            rows.append(Row(cells, _facets(entry)))
-    if not rows:
-        return None
-    columns = ("kind", "what", "implementation", "chip", "kernel", "time", "share")
-    text = ("The time of each kernel on the device, per call, with warm caches; of an estimate, its lower bound.",)
-    return Section("kernels", "Kernels", text, (Table("kernels", columns, tuple(rows), right=columns[5:]),))
+            rows.append(Row(cells, facets_of(entry)))
+    if rows:
+        columns = ("kind", "what", "implementation", "chip", "kernel", "time", "share")
+        text.append(
+            "The time of each kernel on the device, per call, with warm caches; of an estimate, its lower bound."
+        )
+        blocks.append(Table("kernels", columns, tuple(rows), right=columns[5:]))
+    if codes := [_machine_code(entry, code) for entry in latest for code in entry.machine_codes]:
+        columns = (
+            *("what", "implementation", "chip", "kernel", "registers", "shared memory", "blocks per SM"),
+            *("spilled", "in loops", "steady state"),
+        )
+        text.append(
+            "Kernels that were compiled for a GPU: figures of their machine code. Nothing was run, and no time is known."
+        )
+        blocks.append(Table("machine_code", columns, tuple(codes), right=columns[4:]))
+    return Section("kernels", "Kernels", tuple(text), tuple(blocks)) if blocks else None
+
+
+def _machine_code(entry: Entry, code: MachineCode) -> Row:
+    cells = (
+        name_cell(entry),
+        Cell(entry.implementation, under=f"{entry.dtype} {entry.mode}"),
+        Cell(entry.chip),
+        Cell(code.kernel, code.kernel),
+        Cell(str(code.registers), code.registers),
+        Cell(memory(code.smem_bytes), code.smem_bytes),
+        Cell(str(code.blocks), code.blocks),
+        *(Cell(f"{size} B", size, "bad" if size else "") for size in (code.spilled_bytes, code.spilled_in_loops_bytes)),
+        Cell("no loop") if code.steady_state is None else Cell(f"{code.steady_state:,}", code.steady_state),
+    )
+    return Row(cells, facets_of(entry))
 
 
 def _tera(value: float) -> str:
@@ -365,7 +314,7 @@ def _roofline(timed: Sequence[Entry]) -> Section | None:
                 f"{entry.of_ceiling:.0%} of the ceiling{' (estimate)' if entry.kind == 'estimate' else ''}",
                 estimate=entry.kind == "estimate",
                 peer=entry.peer,
-                facets=_facets(entry),
+                facets=facets_of(entry),
             )
             for entry in shown
             if entry.flops and entry.bytes and entry.judged_s and entry.of_ceiling
@@ -425,7 +374,7 @@ def _growth(timed: Sequence[Entry]) -> Section | None:
                     colours[name],
                     f"{name}, {length:,.0f} tokens: {seconds(time_s)}",
                     estimate=kind == "estimate",
-                    facets=_facets(by_length[length]),
+                    facets=facets_of(by_length[length]),
                 )
                 for length, time_s in points
             ]
@@ -528,7 +477,7 @@ def _error_row(
 ) -> Row:
     cells = (
         Cell("agrees" if ok else "DIFFERS", "1" if ok else "0", "good" if ok else "bad"),
-        _name(of),
+        name_cell(of),
         Cell(of.implementation, under=of.dtype),
         Cell(where),
         Cell(against),
@@ -537,99 +486,7 @@ def _error_row(
         Cell("" if bound is None else f"{bound:.1e}", bound),
         _share(share) if share is not None else Cell(),
     )
-    return Row(cells, _facets(of))
-
-
-def _tuning(trials: Sequence[Trial]) -> Section | None:
-    searches: dict[tuple[str, ...], list[Trial]] = {}
-    for trial in trials:
-        searches.setdefault(trial.search, []).append(trial)
-    rows, charts = [], []
-    for those in searches.values():
-        first, estimate = those[0], those[0].kind == "estimate"
-        tried = [trial for trial in those if trial.verdict != "chosen"]
-        counted = [trial for trial in tried if trial.counts and trial.seconds]
-        verdicts: dict[str, int] = {}
-        for trial in tried:
-            verdicts[trial.verdict] = verdicts.get(trial.verdict, 0) + 1
-        # Without one the search was not ended: the least time of a trial may be that of a quiet moment.
-        chosen = next((trial for trial in reversed(those) if trial.verdict == "chosen"), None)
-        # Both were timed in turns at the end; the first trial was timed when the device may have been in another state.
-        beside = None if chosen is None else chosen.heuristic_s
-        begun = beside or (counted[0].seconds if counted else None)
-        gain = begun / chosen.seconds if begun and chosen is not None and chosen.seconds else None
-        what = " ".join(filter(None, (first.implementation, first.direction, first.dtype)))
-        cells = (
-            _kind(first.kind),
-            _name(first),
-            Cell(what),
-            Cell(first.chip),
-            Cell(str(len(tried)), len(tried), under=f"({_counts(verdicts)})"),
-            _time(begun, estimate=estimate),
-            _time(None if chosen is None else chosen.seconds, estimate=estimate),
-            Cell() if gain is None else Cell(f"{gain:.2f}x", gain, "good" if gain > 1 else ""),
-            Cell("none: the search was not ended" if chosen is None else chosen.config),
-        )
-        rows.append(Row(cells, _facets(first)))
-        if len(counted) >= _LEAST_LENGTHS:
-            charts.append(
-                _search_chart(f"tuning-{len(charts) + 1}", f"{first.op} {first.case}, {what}, {first.chip}", tried)
-            )
-    if not rows:
-        return None
-    columns = ("kind", "what", "search", "chip", "tried", "heuristic", "chosen", "gain", "its config")
-    table = Table("tuning", columns, tuple(rows), right=columns[4:8])
-    wrong = [trial for trial in trials if not trial.counts and trial.verdict not in ("chosen", "same")]
-    failed = Table(
-        "dropped",
-        ("what", "config", "verdict", "reason"),
-        tuple(
-            Row(
-                (_name(trial), Cell(trial.config), Cell(trial.verdict, mark="bad"), Cell(trial.reason)),
-                _facets(trial),
-            )
-            for trial in wrong
-        ),
-    )
-    text = (
-        "Each search starts from the heuristic's config, so that the gain is what tuning brings over it. In a chart each "
-        "mark is a config in the order in which they were tried, and the line is the best so far.",
-        f"{len(wrong)} configs were dropped: a wrong, failed or pruned one never counts." if wrong else "",
-    )
-    blocks: tuple[Table | Chart, ...] = (table, *charts, *((failed,) if wrong else ()))
-    return Section("tuning", "Tuning", tuple(filter(None, text)), blocks)
-
-
-def _counts(verdicts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in verdicts.items())
-
-
-def _search_chart(name: str, title: str, tried: Sequence[Trial]) -> Chart:
-    marks, best, line = [], math.inf, []
-    for place, trial in enumerate(tried, 1):
-        if trial.counts and trial.seconds:
-            best = min(best, trial.seconds)
-            line.append((float(place), best))
-            marks.append(
-                Mark(
-                    place,
-                    trial.seconds,
-                    0,
-                    f"{trial.config}: {seconds(trial.seconds)}",
-                    estimate=trial.kind == "estimate",
-                    facets=_facets(trial),
-                )
-            )
-    svg = draw(
-        marks,
-        [Line(tuple(line), 1, steps=True)],
-        Axis("configs tried", lambda value: f"{value:g}", base=None),
-        Axis("time", lambda value: seconds(value, 2)),
-        label=f"{title}: time of each config tried, and the best so far",
-        width=440,
-        height=290,
-    )
-    return Chart(name, title, svg, small=True)
+    return Row(cells, facets_of(of))
 
 
 def _not_measured(found: Found, latest: Sequence[Entry]) -> Section:
@@ -671,9 +528,9 @@ def _gaps(found: Found, latest: Sequence[Entry]) -> Iterator[tuple[str, str, str
             had = {entry.case for entry in mine if entry.chip == chip}
             cases = [case.name for case in ops[op].cases if case.name not in had and case.small == (chip == "cpu")]
             if cases:
-                yield "cases", f"{op} on {chip}: {_listed(cases, _LONGEST_LIST)}", f"no record of {len(cases)} of them"
+                yield "cases", f"{op} on {chip}: {listed(cases, _LONGEST_LIST)}", f"no record of {len(cases)} of them"
     if missing := [op for op in ops if op not in {entry.op for entry in measured}]:
-        yield "ops", _listed(missing, len(missing)), "no record of them"
+        yield "ops", listed(missing, len(missing)), "no record of them"
     for place in found.unread[:_LONGEST_LIST]:
         where, _, why = place.partition(": ")
         yield "lines that were not read", where, why

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -66,3 +67,15 @@ def pytest_runtest_teardown() -> None:
 @pytest.fixture
 def cpu_devices() -> list[jax.Device]:
     return jax.devices("cpu")
+
+
+@pytest.fixture
+def without_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Without the package's tuned tables, so that heuristics choose every config."""
+    from tilewright.core import tuned
+
+    monkeypatch.setattr(tuned, "PACKAGE_TABLES", tmp_path)
+    tuned.forget()
+    yield
+    monkeypatch.undo()
+    tuned.forget()

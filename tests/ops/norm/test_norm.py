@@ -129,7 +129,8 @@ def test_the_variance_survives_a_large_mean() -> None:
 
 
 # Narrow heads side by side (64: in pairs, and alone where they do not pair; 32), ragged last columns, several chunks of
-# columns. A v5p has two TensorCores per device, so its sums over rows have two parts, which do not divide five blocks.
+# columns. A v5p has two TensorCores per device, so its sums over rows have two parts, which do not divide five blocks. The
+# smallest row has two columns: the gradient of a single one is what two equal terms leave, which are rounded differently.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "chip", "shape"),
@@ -139,7 +140,7 @@ def test_the_variance_survives_a_large_mean() -> None:
         ("rms_norm", "v6e", (34, 64)),
         ("gated_rms_norm", "v6e", (41, 4, 32)),
         ("gated_rms_norm", "v5p", (33, 64)),
-        ("gated_rms_norm", "v6e", (1, 1)),
+        ("gated_rms_norm", "v6e", (1, 2)),
     ],
 )
 def test_any_shape_in_many_small_blocks(op: str, chip: str, shape: tuple[int, ...]) -> None:

@@ -49,12 +49,9 @@ def _checked_modules() -> list[str]:
 
 
 if importlib.util.find_spec("beartype"):
-    from jaxtyping import install_import_hook
+    import tests.typechecker
 
-    import tests.typechecker  # noqa: F401, the hook looks it up by name
-
-    # Kept for the whole run: the hook checks a module when it is imported, and kernels are imported late.
-    install_import_hook(_checked_modules(), "tests.typechecker.typechecked").__enter__()
+    tests.typechecker.install(_checked_modules())
 
 
 def pytest_runtest_teardown() -> None:

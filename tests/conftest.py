@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+import tests.interpreter
+
 # Tests run small programs once or twice, and most of their time is XLA's compiler: its code need not be fast. Tests that
 # keep the optimisations on turn them on per function (`OPTIMISED` in tests/ops/contract.py).
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -15,6 +17,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 # Not what `tilewright tune` has found for whoever runs the tests.
 os.environ["TILEWRIGHT_TUNED"] = "/nonexistent/tilewright/tuned"
 
+tests.interpreter.install()
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

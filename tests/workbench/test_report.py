@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.cli.test_cli import assert_refused, ran, tilewright
 from tests.workbench.browser import NAMES, browser, find_browser
 from tests.workbench.report_records import H200, timed, write_records
 from tilewright.cli.bench import told_record
+from tilewright.workbench.figures import ratio
 from tilewright.workbench.records import Record, append_records
 from tilewright.workbench.report.entries import read_files
 from tilewright.workbench.report.markdown import markdown
@@ -108,6 +110,17 @@ def test_speed_beside_peers_and_ceilings(report: Report) -> None:
     assert (estimate["kind"], estimate["wall time"], estimate["rate"]) == ("estimate", "≥ 1.50 ms", "")
     # A ceiling is of the memory behind the caches: 135 us with cold ones, and not 118 us.
     assert next(row["of ceiling"] for (what, _), row in speed.items() if what.startswith("decode")) == "83%"
+
+
+def test_a_ratio_within_the_spreads_is_marked() -> None:
+    assert [ratio(value, 0.3, 0.4) for value in (0.5, 0.7, 1.0, 1.4, 1.6)] == [
+        "0.50",
+        "~0.70",
+        "~1.00",
+        "~1.40",
+        "1.60",
+    ]
+    assert (ratio(1.01), ratio(1.0, None, 0.0), ratio(1.2, math.nan, 0.3)) == ("1.01", "1.00", "~1.20")
 
 
 def test_what_is_wrong_failed_or_missing_is_told(report: Report) -> None:

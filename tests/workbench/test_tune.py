@@ -478,6 +478,8 @@ def test_tuned_shows_what_is_there_and_what_is_stale_and_merges(target: Target, 
     assert "stale" in shown
     assert "3.00x" in shown
     assert "current, jax 0" in shown
+    assert "3 measured" in run(app, ["tuned", "twice", "--chip", "cpu"]).output
+    assert "No tuned config of twice for h200 in" in run(app, ["tuned", "twice", "--chip", "h200"]).output
     torn = tmp_path / "torn.json"
     torn.write_text((other / "cpu" / "twice.json").read_text()[:50])
     refused = run(app, ["tuned", "--merge", str(torn)])

@@ -30,13 +30,13 @@ from tilewright.core.target import default_device
 from tilewright.workbench.baseline import compare, read_baseline
 from tilewright.workbench.bench import Mode, Timing, bench_case, bench_record
 from tilewright.workbench.check import DTYPES
-from tilewright.workbench.figures import listed, memory, rate, seconds
+from tilewright.workbench.figures import listed, memory, rate, ratio, seconds
 from tilewright.workbench.peers.agreement import Wanted
 from tilewright.workbench.peers.beside import leave_room
 from tilewright.workbench.peers.compare import bench_peer
 from tilewright.workbench.peers.registry import Peer, absent, peers
 from tilewright.workbench.plot import check_plot, plot_bench
-from tilewright.workbench.records import DECODE_SIZED_S, Record, append_records, comparable_samples
+from tilewright.workbench.records import DECODE_SIZED_S, Record, append_records, comparable_samples, relative_spread
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ def _row(record: Record, timed: list[Record], *, compared: bool, on_device: bool
         seconds(record.median_s),
         f"{record.spread:.1%}",
         *((_on_device(numbers),) if on_device else ()),
-        *((_ratio(record, timed), _error(record)) if compared else (f"{_of_fastest(record, timed):.2f}",)),
+        *((_ratio(record, timed), _error(record)) if compared else (_of_fastest(record, timed),)),
         rate(numbers.get("flops_per_s"), "FLOP/s", numbers.get("flops_fraction")),
         rate(numbers.get("bytes_per_s"), "B/s", numbers.get("bytes_fraction")),
         *sizes,
@@ -410,18 +410,21 @@ def _ratio(record: Record, timed: list[Record]) -> str:
         return "ours"
     if ours is None or not (record.metrics.get("agrees") and ours.metrics.get("agrees")):
         return "-"
-    return f"{_quotient(ours, record):.2f}"
+    return _quotient(ours, record)[1]
 
 
-def _of_fastest(record: Record, timed: list[Record]) -> float:
+def _of_fastest(record: Record, timed: list[Record]) -> str:
     """The time of a record divided by that of the fastest one of its case and dtype."""
-    return max(_quotient(record, each) for each in timed)
+    others = [each for each in timed if each is not record]
+    value, text = max((_quotient(record, each) for each in others), default=(1.0, ratio(1.0)))
+    return text if value > 1 else ratio(1.0)
 
 
-def _quotient(one: Record, other: Record) -> float:
+def _quotient(one: Record, other: Record) -> tuple[float, str]:
     """The time of one record divided by another's, by the times that they are judged by."""
     times, others, _ = comparable_samples(one, other)
-    return statistics.median(times) / statistics.median(others)
+    value = statistics.median(times) / statistics.median(others)
+    return value, ratio(value, relative_spread(times), relative_spread(others))
 
 
 def _error(record: Record) -> str:

@@ -32,6 +32,7 @@ from tilewright.cli.screen import (
     new_table,
     split_names,
     try_writing,
+    writing,
 )
 from tilewright.cli.ship import runs_elsewhere
 from tilewright.core import tuned
@@ -42,7 +43,7 @@ from tilewright.core.target import default_device
 from tilewright.workbench.check import DTYPES, call, call_with_gradients
 from tilewright.workbench.figures import one_line, seconds
 from tilewright.workbench.peers.beside import leave_room
-from tilewright.workbench.records import Record
+from tilewright.workbench.records import Record, try_destination
 from tilewright.workbench.tuning import results
 from tilewright.workbench.tuning.crew import Crew, Pool
 from tilewright.workbench.tuning.estimate import Estimates
@@ -270,8 +271,9 @@ def tune(
         check_tables(tables)
         if records.exists():
             results.write_csv(records)  # A tuner that was killed has left it behind.
-        # A file of its own: another tuner may be writing to a table.
-        try_writing(tables=(tables or tuned.user_tables()) / f".tried-{os.getpid()}")
+        folder = tables or tuned.user_tables()
+        with writing("tables", folder):  # A file of its own: another tuner may be writing to a table.
+            try_destination(folder / f".tried-{os.getpid()}")
     if not asked.chips:
         leave_room()
     device = default_device()

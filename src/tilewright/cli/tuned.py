@@ -38,6 +38,9 @@ def tuned(
         Path | None,
         typer.Option(help="The folder of tables to show or to merge into; defaults to the package's and the user's."),
     ] = None,
+    chip: Annotated[
+        str | None, typer.Option(help="Show the entries for this chip alone, such as h200; defaults to all.")
+    ] = None,
     missing: Annotated[
         str | None,
         typer.Option(help="List the large cases in bfloat16 that have no entry for this chip, such as h200."),
@@ -51,18 +54,24 @@ def tuned(
     """
     with arguments():
         ops = {op: find_op(op)} if op is not None else dict(registered())
-        chip = None if missing is None else Chip.named(missing)
+        for_chip, without = (None if name is None else Chip.named(name) for name in (chip, missing))
+        if for_chip is not None and (merge is not None or without is not None):
+            raise ValueError("--chip is for the entries that are shown; leave it out with --merge and --missing")
         if merge is not None and missing is not None:
             raise ValueError("--merge takes entries and --missing lists what has none; leave one of them out")
         check_tables(tables)
     if merge is not None:
         _merge(merge, tables or tables_of.user_tables(), ops)
         return
-    if chip is not None:
-        _show_missing(chip, ops)
+    if without is not None:
+        _show_missing(without, ops)
         return
     folders = {"given": tables} if tables is not None else _folders()
-    rows = [(name, found, where, entry) for name, found in ops.items() for where, entry in _entries(name, folders)]
+    rows = [
+        (name, found, where, entry)
+        for name, found in ops.items()
+        for where, entry in _entries(name, folders, "*" if for_chip is None else for_chip.name)
+    ]
     states = [_state(found, entry) for _, found, _, entry in rows]
     tell(
         tuned=[
@@ -73,6 +82,7 @@ def tuned(
     if not rows:
         places = " or ".join(str(folder) for folder in folders.values())
         what = f"of {op} " if op is not None else ""
+        what += f"for {for_chip.name} " if for_chip is not None else ""
         console().print(f"No tuned config {what}in {places}; `tilewright tune OP` makes them.", soft_wrap=True)
         return
     table = new_table(
@@ -104,9 +114,9 @@ def _folders() -> dict[str, Path]:
     return {"package": tables_of.PACKAGE_TABLES, "user": tables_of.user_tables()}
 
 
-def _entries(op: str, folders: dict[str, Path]) -> Iterator[tuple[str, Entry]]:
+def _entries(op: str, folders: dict[str, Path], chips: str) -> Iterator[tuple[str, Entry]]:
     for where, folder in folders.items():
-        for path in sorted(folder.glob(f"*/{op}.json")):
+        for path in sorted(folder.glob(f"{chips}/{op}.json")):
             for entry in tables_of.read_table(folder, path.parent.name, op):
                 yield where, entry
 

@@ -1,5 +1,6 @@
 """Figures as a person reads them: times, sizes and rates with their units; and errors in one line."""
 
+import math
 from collections.abc import Sequence
 
 _LONGEST_ERROR = 700
@@ -27,6 +28,12 @@ def memory(value: float | None) -> str:
         if value >= factor:
             return f"{significant(value / factor)} {unit}"
     return f"{value:.0f} B"
+
+
+def ratio(value: float, *spreads: float | None) -> str:
+    """A ratio of two times, with "~" in front where it is no further from 1 than the relative spreads of both together."""
+    noise = math.hypot(*(spread for spread in spreads if spread is not None and not math.isnan(spread)))
+    return f"{'~' if noise and 1 / (1 + noise) <= value <= 1 + noise else ''}{value:.2f}"
 
 
 def listed(words: Sequence[str], most: int = 6) -> str:

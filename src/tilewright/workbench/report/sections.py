@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tilewright.core.dispatch import registered
-from tilewright.workbench.figures import listed, memory, rate, seconds
+from tilewright.workbench.figures import listed, memory, rate, ratio, seconds
 from tilewright.workbench.records import DECODE_SIZED_S, now
 from tilewright.workbench.report.charts import Axis, Line, Mark, colours_of, draw, legend
 from tilewright.workbench.report.entries import NOT_SAID, Check, Entry, Found, MachineCode, chip_peaks, find_case
@@ -183,7 +183,8 @@ def _speed(timed: Sequence[Entry]) -> Section | None:
     table = Table("speed", columns, tuple(rows), right=columns[5:])
     text = [
         "Wall time is the median of repeated samples, with the interquartile range divided by the median. x fastest "
-        "compares with the fastest implementation of the same call on the same chip.",
+        "compares with the fastest implementation of the same call on the same chip. A ratio with ~ is within the "
+        "noise: no further from 1 than both spreads together.",
     ]
     if has["device"]:
         text.append(
@@ -208,13 +209,18 @@ def _of_fastest(entry: Entry, right: Sequence[Entry]) -> Cell:
         return Cell(
             "differs", None, "bad", title="its results differ from the reference's, so that its time does not count"
         )
-    ratio = max(_quotient(entry, each) for each in right)
-    return Cell(f"{ratio:.2f}", ratio, "good" if ratio <= 1 else "") if len(right) > 1 else Cell()
+    others = [each for each in right if each is not entry]
+    if not others:
+        return Cell()
+    value, text = max(_quotient(entry, each) for each in others)
+    return Cell(text, value) if value > 1 else Cell(ratio(1.0), 1.0, "good")
 
 
-def _quotient(one: Entry, other: Entry) -> float:
+def _quotient(one: Entry, other: Entry) -> tuple[float, str]:
     times = _compared_s(one, other)
-    return times[0] / times[1] if times[1] else math.nan
+    value = times[0] / times[1] if times[1] else math.nan
+    spreads = (one.spread, other.spread) if times == (one.wall_s, other.wall_s) else ()
+    return value, ratio(value, *spreads)
 
 
 def _beside_peers(entry: Entry, peers: Sequence[Entry]) -> Cell:
@@ -223,8 +229,8 @@ def _beside_peers(entry: Entry, peers: Sequence[Entry]) -> Cell:
     best = max(peers, key=lambda peer: _quotient(entry, peer))
     if entry.agrees is False:
         return Cell("differs", None, "bad")
-    ratio = _quotient(entry, best)
-    return Cell(f"{ratio:.2f}", ratio, "good" if ratio <= 1 else "bad", under=f"of {best.implementation}")
+    value, text = _quotient(entry, best)
+    return Cell(text, value, "good" if value <= 1 else "bad", under=f"of {best.implementation}")
 
 
 def _share(value: float | None) -> Cell:

@@ -1,8 +1,10 @@
 """Block sizes of matrix products."""
 
 from tilewright.core.config import search_over
-from tilewright.pallas.gpu.tile_config import TALL, GemmTiles
+from tilewright.pallas.gpu.tile_config import TALL, WIDTH, GemmTiles
 from tilewright.pallas.tpu.tile_config import ProductBlocks, product_choices
+
+_TILE_COLUMNS = (64, 96, 128, 160, 192, 224, 256)
 
 
 class MatmulSm90Forward(GemmTiles):
@@ -14,16 +16,29 @@ class MatmulSm90Forward(GemmTiles):
     """
 
     tile_rows = (*GemmTiles.tile_rows, TALL)
-    choices = search_over(**{**GemmTiles.choices, "block_m": tile_rows, "splits": (1, 2, 4, 8, 16)})
-    one_size_fields = ("splits",)
+    choices = search_over(
+        **{**GemmTiles.choices, "block_m": tile_rows, "splits": (1, 2, 4, 8, 16), "tile_columns": _TILE_COLUMNS}
+    )
+    one_size_fields = ("splits", "tile_columns")
 
     splits: int = 1
     """Thread blocks that divide the contracted axis of a tile between them, with few rows and weights that are not
     quantised."""
+    tile_columns: int = 128
+    """Columns of w of a tile, of up to 64 rows whose contracted axis is not divided; with "swiglu" half of them are gates.
+    Fewer or more than 128 are for `block_m=64`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_integers("splits", use=1)
+        if self.tile_columns not in _TILE_COLUMNS:
+            columns = ", ".join(map(str, _TILE_COLUMNS))
+            raise ValueError(f"tile_columns={self.tile_columns!r} must be one of {columns}; use 128")
+        if self.tile_columns != 128 and (self.block_m, self.splits) != (WIDTH, 1):
+            raise ValueError(
+                f"tile_columns={self.tile_columns} needs block_m={WIDTH} and splits=1, not block_m={self.block_m} and "
+                f"splits={self.splits}: the rows of x are those of a wgmma instruction; use tile_columns=128"
+            )
 
 
 class MatmulSm90Backward(GemmTiles):

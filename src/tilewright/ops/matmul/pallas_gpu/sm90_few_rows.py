@@ -51,19 +51,32 @@ def _keeps_memory_busy(chip: Chip, call: MatmulCall) -> bool:
 
 def _whole_depth(call: MatmulCall, launch: Launch) -> WholeDepth:
     (m, k, n), config = call.sizes, launch.config
-    return WholeDepth(chip=launch.chip, m=m, k=k, n=n, parts=call.parts, rows=config.block_m, stages=config.stages)
+    return WholeDepth(
+        chip=launch.chip,
+        m=m,
+        k=k,
+        n=n,
+        parts=call.parts,
+        rows=config.block_m,
+        columns=config.tile_columns,
+        stages=config.stages,
+    )
 
 
 def _products(call: MatmulCall, launch: Launch) -> FewRows:
     (m, k, n), config = call.sizes, launch.config
     consumer, producer = registers_of(config)
+    stages = config.stages
+    if config.splits == 1:  # Where z is saved, it computes what the other kernel would, whose tiles may be narrower.
+        _, most, _ = chosen_tiles(launch.chip, config.block_m, k, call.parts * n)
+        stages = min(stages, most)
     return FewRows(
         chip=launch.chip,
         m=m,
         k=k,
         columns=(call.parts * n,),
         rows=config.block_m,
-        stages=config.stages,
+        stages=stages,
         splits=config.splits,
         consumer_registers=consumer,
         producer_registers=producer,

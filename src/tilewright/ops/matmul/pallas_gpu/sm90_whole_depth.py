@@ -10,6 +10,17 @@ the same 64 columns of y with swiglu, and otherwise neighbours. One consumer war
 activation needs no exchange. A matrix has to have enough tiles: each is one thread block's, which takes a third of the
 bandwidth of its multiprocessor when all of them stream from memory. So it is for wide matrices, and others are split.
 
+Tiles of other widths (`tile_columns`): 64 rows of x are the rows of a wgmma instruction, so x is its left operand there,
+z = x w, and a block has any multiple of 16 columns. With swiglu, tiles of 2 x 48 columns are 128 on 132 multiprocessors for
+N 6144, where tiles of 2 x 64 are 96, and 112 instead of 84 for N 5376. They are not timed yet, so no heuristic takes them.
+- Pallas multiplies operands of one swizzle only: 32 bytes for blocks of 48, 80 and 112 columns, 64 bytes for 32 and 96, and
+  128 bytes for 128. x and w are copied in pieces of that length, which may cost more than the balance gains.
+- One consumer is enough. A step with 2 x 48 columns has 16 instructions of at least 28 clocks each, in which 2 KB of x and
+  1.5 KB of w are read from shared memory: about 450 clocks. Its weights arrive in about 1,200, at 1/128 of 4.8 TB/s. Two
+  consumers with half of the steps each would have to add up their sums at the end.
+- Compiled for an H200 or H100 with K 2048, N 6144 and swiglu: 2 x 48 columns take 80 registers and 160 KB in four stages,
+  and 2 x 64 take 105 and 192 KB. Both main loops have 85 instructions, 16 of them wgmma. No width spills.
+
 A single row is not padded: copies of tiles take whole eights of rows, so x [1, k] is read as [8, k / 8]. For each of these
 eight ranges of k only one row of the sums is of x. The sum over all ranges takes that row of each.
 
@@ -27,10 +38,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.core.chip import Chip
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.elementwise import activate
+from tilewright.pallas.gpu.few_rows import TILE_COLUMNS
 from tilewright.pallas.gpu.kernel import (
     aligned,
     compiler_params,
@@ -46,17 +59,17 @@ from tilewright.pallas.gpu.registers import (
     WGMMA,
     along_rows,
     column_indices,
+    load_along_columns,
     load_along_rows,
     tile_of_zeros,
     transposed,
 )
 from tilewright.pallas.gpu.scheduler import RoundRobin, divmod_nonnegative
-from tilewright.pallas.gpu.staging import store_transposed
+from tilewright.pallas.gpu.staging import store_rows, store_transposed
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate_in_loops
 
 _BLOCKS = 2  # Of columns of w in a tile.
-_COLUMNS = 64  # Of a block: the rows of a wgmma instruction.
-_DEPTH = 128  # Of the contracted axis, per step: 32 KB of weights.
+_DEPTH = 128  # Of the contracted axis, per step: 32 KB of weights in a tile of 128 columns.
 _EIGHT = 8  # Rows that a tile in shared memory is made of.
 
 
@@ -72,12 +85,29 @@ class WholeDepth:
     """2 for swiglu, whose w has gates in its first n columns and values in the others."""
     rows: int
     """Rows of x of a tile: 16, 32 or 64."""
+    columns: int
+    """Columns of w of a tile. Those that are not TILE_COLUMNS need 64 rows."""
     stages: int
+
+    @property
+    def rows_first(self) -> bool:
+        """Whether the kernel computes z = x w, not z^T."""
+        return self.columns != TILE_COLUMNS
+
+    @property
+    def block(self) -> int:
+        """Columns of w of a block."""
+        return self.columns // _BLOCKS
 
     @property
     def width(self) -> int:
         """Columns of y of a tile."""
-        return _BLOCKS * _COLUMNS // self.parts
+        return self.columns // self.parts
+
+    @property
+    def depth(self) -> int:
+        """Channels that a step contracts."""
+        return _DEPTH if self.columns <= TILE_COLUMNS else _DEPTH // 2
 
     @property
     def tiles(self) -> int:
@@ -87,22 +117,19 @@ class WholeDepth:
     @property
     def ranges(self) -> int:
         """The ranges of k that are summed apart: eight where x [1, k] is read as [8, k / 8]."""
-        return _EIGHT if self.m == 1 and self.k % (_EIGHT * _DEPTH) == 0 else 1
+        folded = self.m == 1 and self.k % (_EIGHT * _DEPTH) == 0 and not self.rows_first
+        return _EIGHT if folded else 1
 
     @property
     def steps(self) -> int:
         """Steps of the loop over each range."""
-        return pl.cdiv(self.k, _DEPTH * self.ranges)
+        return pl.cdiv(self.k, self.depth * self.ranges)
 
     def scratch(self) -> dict[str, Pipeline]:
-        pipeline = Pipeline.scratch(
-            self.stages,
-            consumers=1,
-            copies=1 + _BLOCKS,
-            w=tile(self.stages, _BLOCKS, _DEPTH, _COLUMNS, dtype=jnp.bfloat16),
-            x=tile(self.stages, self.rows, _DEPTH, dtype=jnp.bfloat16),
-        )
-        return {"pipeline": pipeline}
+        w = tile(self.stages, _BLOCKS, self.depth, self.block, dtype=jnp.bfloat16)
+        # Pallas multiplies operands of one swizzle only, which is w's: it follows from the columns of a block.
+        x = plgpu.SMEM((self.stages, self.rows, self.depth), jnp.bfloat16, transforms=w.transforms)
+        return {"pipeline": Pipeline.scratch(self.stages, consumers=1, copies=1 + _BLOCKS, w=w, x=x)}
 
     @property
     def memory(self) -> int:
@@ -113,8 +140,9 @@ class WholeDepth:
         self, x: jax.Array, w: jax.Array, bias: jax.Array | None, *, activation: str | None, out_dtype: Any, name: str
     ) -> jax.Array:
         """y [m, n]."""
-        depth = self.steps * _DEPTH
+        depth = self.steps * self.depth
         x = x.reshape(_EIGHT, -1) if self.ranges > 1 else x
+        n = self.n + self.n % 2 if self.rows_first else self.n  # Rows are stored by pairs of columns.
         outputs = run_kernel(
             functools.partial(_kernel, sizes=self, activation=activation),
             name=name,
@@ -123,7 +151,7 @@ class WholeDepth:
                 "w": whole(aligned(w.reshape(self.k, self.parts, self.n), 0), depth, 1, self.width),
                 "bias": None if bias is None else padded(bias.astype(jnp.float32), 1, self.width),
             },
-            outputs={"y": jax.ShapeDtypeStruct(whole_shape((self.m, self.n), 1, self.width), out_dtype)},
+            outputs={"y": jax.ShapeDtypeStruct(whole_shape((self.m, n), 1, self.width), out_dtype)},
             scratch=self.scratch(),
             grid={"program": min(processors(self.chip), self.tiles * pl.cdiv(self.m, self.rows))},
             warpgroups=2,
@@ -146,13 +174,14 @@ def _kernel(
     sizes: WholeDepth,
     activation: str | None,
 ):
-    shape, parts, steps = (_COLUMNS, sizes.rows), sizes.parts, sizes.steps
+    parts, steps, rows_first = sizes.parts, sizes.steps, sizes.rows_first
+    shape = (sizes.rows, sizes.block) if rows_first else (sizes.block, sizes.rows)
     row_tiles = pl.cdiv(sizes.m, sizes.rows)
     order = RoundRobin(sizes.tiles * row_tiles, lax.axis_size("program"), lax.axis_index("program"))
 
     def part_and_column(column: Any, block: int) -> tuple[int, Any]:
         """Where a block of a tile begins in w: its part, and its first column there."""
-        return (block, column * sizes.width) if parts > 1 else (0, column * sizes.width + block * _COLUMNS)
+        return (block, column * sizes.width) if parts > 1 else (0, column * sizes.width + block * sizes.block)
 
     def in_tiles(of_one: Any) -> None:
         """Calls a function of a tile's column and row, and of the steps before it, for each tile of this thread block."""
@@ -164,12 +193,13 @@ def _kernel(
         lax.fori_loop(0, order.count, body, jnp.int32(0))
 
     def summed(before: Any) -> tuple[jax.Array, ...]:
-        """z^T of the blocks of a tile, [64, rows] each."""
+        """z of the blocks of a tile, [rows, columns] each, or z^T."""
 
         def step(n: Any, sums: tuple[Accumulator, ...], first: Any) -> None:
             stage = pipeline.wait(first + n)
             for block, sum_ in enumerate(sums):
-                sum_.add(transposed(pipeline.w.at[stage, block]), transposed(pipeline.x.at[stage]))
+                x, w = pipeline.x.at[stage], pipeline.w.at[stage, block]
+                sum_.add(x, w) if rows_first else sum_.add(transposed(w), transposed(x))
             # The products of the previous step are done, so its stage is released; those of this step run on.
             sums[0].wait(_BLOCKS)
             pl.when(n > 0)(lambda: pipeline.release(first + n - 1))
@@ -194,25 +224,27 @@ def _kernel(
         z = summed(before)
         if bias_ref is not None:
             where = [part_and_column(column, block) for block in range(_BLOCKS)]
-            biases = [bias_ref.at[part, pl.ds(first, _COLUMNS)] for part, first in where]
-            z = tuple(each + load_along_rows(bias, shape) for each, bias in zip(z, biases, strict=True))
+            biases = [bias_ref.at[part, pl.ds(first, sizes.block)] for part, first in where]
+            load = load_along_columns if rows_first else load_along_rows
+            z = tuple(each + load(bias, shape) for each, bias in zip(z, biases, strict=True))
+        store = store_rows if rows_first else store_transposed
         end = jnp.minimum(sizes.m - row * sizes.rows, sizes.rows)
         for block in range(0, _BLOCKS, parts):
             y = activate(activation, z[block : block + parts], WGMMA)
             _, first_column = part_and_column(column, block)
-            store_transposed(y, y_ref, row * sizes.rows, first_column, jnp.int32(0), end)
+            store(y, y_ref, row * sizes.rows, first_column, jnp.int32(0), end)
 
     def produce(column: Any, row: Any, before: Any) -> None:
         rows = pl.ds(row * sizes.rows, sizes.rows)
 
         def step(n: Any, carry: tuple[()]) -> tuple[()]:
-            depth = pl.ds(n * _DEPTH, _DEPTH)
-            of_x = pl.ds(lax.rem(n, jnp.int32(steps)) * _DEPTH, _DEPTH) if sizes.ranges > 1 else depth
+            depth = pl.ds(n * sizes.depth, sizes.depth)
+            of_x = pl.ds(lax.rem(n, jnp.int32(steps)) * sizes.depth, sizes.depth) if sizes.ranges > 1 else depth
             stage = pipeline.acquire(before + n)
             copies = [(x_ref.at[rows, of_x], pipeline.x.at[stage])]
             for block in range(_BLOCKS):
                 part, first = part_and_column(column, block)
-                copies.append((w_ref.at[depth, part, pl.ds(first, _COLUMNS)], pipeline.w.at[stage, block]))
+                copies.append((w_ref.at[depth, part, pl.ds(first, sizes.block)], pipeline.w.at[stage, block]))
             pipeline.copy(before + n, copies, stage=stage)
             return carry
 

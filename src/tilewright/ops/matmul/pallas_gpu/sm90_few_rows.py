@@ -49,6 +49,11 @@ def _keeps_memory_busy(chip: Chip, call: MatmulCall) -> bool:
     return last == 0 or last >= _ENOUGH * multiprocessors
 
 
+def _finishes(config: MatmulSm90Forward) -> bool:
+    """Whether one kernel computes y: K is not split, or the splits of a tile exchange their sums."""
+    return config.splits == 1 or config.tile_columns != TILE_COLUMNS
+
+
 def _whole_depth(call: MatmulCall, launch: Launch) -> WholeDepth:
     (m, k, n), config = call.sizes, launch.config
     return WholeDepth(
@@ -60,6 +65,7 @@ def _whole_depth(call: MatmulCall, launch: Launch) -> WholeDepth:
         rows=config.block_m,
         columns=config.tile_columns,
         stages=config.stages,
+        splits=config.splits,
     )
 
 
@@ -67,7 +73,7 @@ def _products(call: MatmulCall, launch: Launch) -> FewRows:
     (m, k, n), config = call.sizes, launch.config
     consumer, producer = registers_of(config)
     stages = config.stages
-    if config.splits == 1:  # Where z is saved, it computes what the other kernel would, whose tiles may be narrower.
+    if _finishes(config):  # Where z is saved, it computes what the other kernel would, whose tiles may be narrower.
         _, most, _ = chosen_tiles(launch.chip, config.block_m, k, call.parts * n)
         stages = min(stages, most)
     return FewRows(
@@ -90,7 +96,7 @@ def memory(call: MatmulCall, launch: Launch) -> int:
 def forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
     m, k, n = call.sizes
-    if launch.config.splits == 1 and not (save and call.activation is not None):
+    if _finishes(launch.config) and not (save and call.activation is not None):
         dtype = call.out_dtype if call.residual is None else jnp.float32
         options = {"activation": call.activation, "out_dtype": dtype, "name": "matmul_whole_depth"}
         y = _whole_depth(call, launch).run(call.x, call.w, call.bias, **options)

@@ -269,13 +269,16 @@ def _kernel(
         return tuple(along_rows(jnp.sum(total, axis=1), shape) for total in totals)
 
     def exchanged(z: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The sums of both peers, of the columns of each block that this one finishes: the left half, or the right."""
+        """The sums of both peers, of the columns of each block that this one finishes: the left half, or the right.
+
+        A thread block has waited for all that its peer stores there when it ends.
+        """
         own, others = [], []
         for each in z:
-            left, right = each[:, : sizes.own], each[:, sizes.own :]
+            left, right = each[:, : sizes.own], each[:, sizes.own :]  # [rows, own]
             own.append(jnp.where(peer == 0, left, right))
             others.append(jnp.where(peer == 0, right, left))
-        if sums_ref is not None:
+        if sums_ref is not None:  # In the interpreter.
             pair = lax.axis_index("program")
             for block, sums in enumerate(others):
                 sums_ref[pair, 1 - peer, block] = sums

@@ -10,7 +10,8 @@ the same 64 columns of y with swiglu, and otherwise neighbours. One consumer war
 activation needs no exchange. A matrix has to have enough tiles: each is one thread block's, which takes a third of the
 bandwidth of its multiprocessor when all of them stream from memory. So it is for wide matrices, and others are split.
 
-Tiles of other widths (`tile_columns`) are not timed yet, so no heuristic takes them. 64 rows of x are the rows of a wgmma
+Tiles of other widths (`tile_columns`) have not run on a GPU yet, so no heuristic takes them: they are right in the
+interpreter, which exchanges the sums of a pair in another way, and compiled. 64 rows of x are the rows of a wgmma
 instruction, so x is its left operand there, z = x w, and a block has any multiple of 16 columns. With two `splits`, a pair
 of thread blocks has a tile: each contracts half of K, stores the sums of one half of each block's columns to the shared
 memory of the other, and finishes the other half. With K 2048 and swiglu, tiles of 2 x 64 columns, of 2 x 48 columns, and of

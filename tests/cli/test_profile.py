@@ -102,7 +102,11 @@ def test_a_script_runs_as_itself_and_its_steady_state_is_traced(tmp_path: Path) 
     assert "sort" in done.stdout
     assert "calls in the trace" in done.stdout
     assert len(list((tmp_path / "out").rglob("*.xplane.pb"))) == 1
-    done = ran(*words, "--settle", "60", "--", "0", "0", cwd=tmp_path)
+    raised = ran(*words, "--", "1.5", "no number", cwd=tmp_path)
+    assert raised.code == 1
+    assert raised.stderr.endswith("ValueError: invalid literal for int() with base 10: 'no number'\n")
+    assert "calls in the trace" in raised.stdout
+    done = ran(*words, "--settle", "60", "--", "0.1", "0", cwd=tmp_path)
     assert done.code == 1
     assert "nothing traced: job.py ended before 60 s had passed in which it compiled nothing" in done.flat
 
@@ -125,7 +129,8 @@ def test_the_exit_code_of_a_script_is_that_of_the_command(tmp_path: Path) -> Non
     for ended, code in {"7": 7, "'no data'": 1, "": 1}.items():  # Without a trace, an end without an error is one, too.
         (tmp_path / "ends.py").write_text(f"import sys\nsys.exit({ended})\n")
         done = ran("profile", "ends.py", cwd=tmp_path)
-        assert (done.code, "nothing traced: ends.py ended before" in done.flat) == (code, True), done
+        assert (done.code, "nothing traced: ends.py compiled nothing with JAX" in done.flat) == (code, True), done
+    assert not list((tmp_path / "results" / "profile").iterdir())
 
 
 def test_a_trace_that_a_compilation_overlaps_is_replaced(tmp_path: Path) -> None:

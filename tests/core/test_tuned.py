@@ -100,9 +100,13 @@ def test_a_nearby_config_that_does_not_fit_is_passed_over(folder: Path) -> None:
 def test_a_heuristic_that_nothing_beats_is_not_lent_to_other_sizes(folder: Path) -> None:
     config, own = LinearCrossEntropyXlaForward(32, 128), explained(200).forward.config
     write(folder, entry(256, config, seconds=1.000004e-3, heuristic_s=1.000004e-3))
-    # Its bucket has other lengths, too, and each keeps its own heuristic's.
-    decision = explained(200).forward
-    assert (decision.config, decision.config_source) == (own, "tuned")
+    # Its bucket has other lengths, too, and each keeps its own heuristic's, which was not what was measured.
+    decision = explained(200)
+    assert (decision.forward.config, decision.forward.config_source) == (own, "heuristic")
+    bucket = "dtype=float32 N=256 H=64 V=1024"
+    assert f"(heuristic: a search found none faster for {bucket}, measured on cpu, 2026-01-02)" in str(decision)
+    write(folder, entry(256, own, seconds=1e-3, heuristic_s=1e-3))
+    assert explained(200).forward.config_source == "tuned"
     assert explained(512).forward.config_source == "heuristic"
     write(folder, entry(256, config, seconds=1e-3, heuristic_s=1.1e-3))
     assert explained(512).forward.config_source == "tuned nearby"

@@ -98,9 +98,12 @@ def test_a_slowdown_within_the_noise_is_listed_and_passes(capsys: pytest.Capture
     assert "slower, within the noise: xla odd float32: 2.50 ms, was 1.00 ms on " in told
     assert "(+150.0 %, wall time, noise 220.0 %)" in told
     assert "faster: xla quick float32: 1.00 ms, was 2.00 ms" in told
+    assert "too noisy: xla odd float32: twice the time would be within the noise; measure both runs longer" in told
     assert "baseline: 2 compared, 0 slower, 1 within the noise" in told
     assert _passes([record(0.99e-3)], [record()])
-    assert "within the noise:" not in capsys.readouterr().out  # It was not slower.
+    told = capsys.readouterr().out
+    assert "within the noise:" not in told  # It was not slower.
+    assert "too noisy" not in told
 
 
 def test_a_gate_that_could_compare_nothing_does_not_pass(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +115,13 @@ def test_a_gate_that_could_compare_nothing_does_not_pass(capsys: pytest.CaptureF
     failed = made(samples_s=())
     assert not _passes([failed], [record()])
     assert "nothing could be compared: nothing was timed" in capsys.readouterr().out
+
+
+def test_a_record_that_a_kill_cut_off_is_left_out_of_a_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    append_records(path, [record(), record(2e-3, case="next")])
+    path.write_text(path.read_text()[:-40])
+    assert [each.case for each in read_baseline(path)] == ["odd"]
 
 
 def test_a_baseline_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

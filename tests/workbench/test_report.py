@@ -72,7 +72,7 @@ def test_a_later_record_replaces_an_earlier_one(tmp_path: Path) -> None:
     found = read_files([tmp_path])
     assert [entry.wall_s for entry in found.latest] == [1e-3]
     told = section(build(found, "t"), "where").text
-    assert "1 earlier records are not shown" in told[1]
+    assert "Earlier records are not shown (1 of them)" in told[1]
 
 
 def test_records_that_are_given_twice_count_once(records: Path, tmp_path: Path) -> None:
@@ -177,8 +177,12 @@ def test_kernels_that_were_compiled_for_a_gpu_are_a_row_each(tmp_path: Path) -> 
     found = build(read_files([tmp_path]), "A report")
     forward, backward = rows(found, "kernels")
     assert (forward["what"], forward["implementation"]) == ("kda h96", "pallas_gpu bfloat16 forward+backward")
-    assert list(forward.values())[3:] == ["kda_forward", "168", "128 KiB", "1", "8 B", "0 B", "108"]
+    assert forward["kind"] == "estimate"
+    assert list(forward.values())[4:] == ["kda_forward", "168", "128 KiB", "1", "8 B", "0 B", "108"]
     assert (backward["kernel"], backward["steady state"]) == ("kda_backward", "no loop")
+    (tmp_path / "compiled.json").write_text(json.dumps([report | {"chip": "v5p", "kernels": []}]))
+    missing = rows(build(read_files([tmp_path]), "A report"), "not_measured")
+    assert any(row["what"] == "estimated time" and row["which"].startswith("kda h96 bfloat16") for row in missing)
 
 
 def test_a_search_that_was_not_ended_has_no_gain(tmp_path: Path) -> None:

@@ -282,6 +282,29 @@ def test_a_search_that_is_interrupted_is_in_the_summary(
     assert "0 of 1 searches ended by themselves." in done.output
 
 
+def test_a_named_case_that_has_nothing_to_tune_is_refused_behind_a_spent_budget(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Trial):
+        def evaluate(self, configs: Sequence[Config]) -> Iterator[Outcome]:
+            time.sleep(0.2)
+            yield from super().evaluate(configs)
+
+    @contextlib.contextmanager
+    def trials(*given: Any, **named: Any) -> Iterator[Any]:
+        yield lambda one: Slow(cost_of)
+
+    monkeypatch.setattr("tilewright.cli.tune._trials", trials)
+    words = ["twice,rms_norm", "--case", "small,odd", "--dtype", "float32", "--budget", "0.1s", "--quiet"]
+    done = CliRunner().invoke(app, ["tune", *words, "--records", str(tmp_path / "tune.jsonl")])
+    assert done.exit_code == 2, done.output
+    told = " ".join(done.output.split())
+    assert "rms_norm has nothing to tune here" in told
+    assert "The budget ended before" not in told
+    assert "searches ended by themselves." in told  # The summary, which --quiet leaves.
+    assert "ms, " not in told  # And no line of a config.
+
+
 def test_a_line_says_what_its_ratio_is_of() -> None:
     def line(**fields: Any) -> str:
         return _line(Outcome(TwiceXlaForward(), "timed", samples_s=(1e-3,), **fields))
@@ -455,9 +478,19 @@ def test_a_damaged_table_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:100])
     results.put(tmp_path, "cpu", "twice", [])  # Nothing is written: the table stays as it is.
     assert not path.with_name("twice.json.damaged").exists()
-    with pytest.warns(RuntimeWarning, match=r"was damaged \(it is not JSON, or was cut off.*it is now .*json.damaged"):
+    with pytest.warns(
+        RuntimeWarning, match=r"was damaged \(it is not JSON, or was cut off.*a copy is now .*damaged, and a new"
+    ):
         results.put(tmp_path, "cpu", "twice", [planted_entry(2)])
     assert [entry.bucket["N"] for entry in tuned.read_table(tmp_path, "cpu", "twice")] == [2]
+    assert len(path.with_name("twice.json.damaged").read_text()) == 100
+    results.put(tmp_path, "cpu", "twice", [planted_entry(3)])
+    by_hand = path.read_text().replace('"N": 2', '"N": 4')
+    path.write_text(by_hand)
+    with pytest.warns(RuntimeWarning, match=r"a copy is now .*\.damaged-2, and its 1 whole entries were kept"):
+        results.put(tmp_path, "cpu", "twice", [planted_entry(5)])
+    assert [entry.bucket["N"] for entry in tuned.read_table(tmp_path, "cpu", "twice")] == [3, 5]
+    assert path.with_name("twice.json.damaged-2").read_text() == by_hand
     assert len(path.with_name("twice.json.damaged").read_text()) == 100
 
 

@@ -178,6 +178,13 @@ def _passes(done: list[Record], baseline: Sequence[Record]) -> bool:
             highlight=False,
             soft_wrap=True,
         )
+    if noisy := [change.now for change in found.changes if not change.can_show_a_doubling]:
+        out.print(
+            f"[bold yellow]too noisy:[/] {names(noisy)}: twice the time would be within the noise; measure both runs "
+            f"longer (--seconds), on an idle machine",
+            highlight=False,
+            soft_wrap=True,
+        )
     same = sum(change.verdict == "same" for change in found.changes)
     out.print(
         f"baseline: {len(found.changes)} compared, {len(found.slower)} slower, {same} within the noise", highlight=False

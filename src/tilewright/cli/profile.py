@@ -85,8 +85,9 @@ def profile(
     XProf (`xprof --logdir FOLDER`), and its trace.json.gz for ui.perfetto.dev.
 
     A script runs as `python SCRIPT WORDS` would, to its end or to Ctrl-C, and its exit code is this command's; if it
-    raises, its traceback is printed and the exit code is 1. Training steps are made in a folder of their own: the run's
-    checkpoints are not touched. On a CPU the times are those of XLA's operations on the host's threads.
+    raises, its traceback is printed before what was traced, and the exit code is 1. Training steps are made in a folder
+    of their own: the run's checkpoints are not touched. On a CPU the times are those of XLA's operations on the host's
+    threads.
     """
     words = words or []
     is_op = what in registered()
@@ -108,23 +109,27 @@ def profile(
         with writing("out", folder):
             folder.mkdir(parents=True, exist_ok=True)
     default_device()  # Raises where JAX_PLATFORMS names a device that is not here.
-    code = 0
+    title, code = f"{script.name}, {length:g} s of its steady state", 0
     try:
         if is_op:
             title, made = _of_op(find_op(what), case, implementation, dtype, folder, steps, grad=grad)
         elif what == "train":
             title, made = _of_training(words, folder, steps)
         else:
-            title = f"{script.name}, {length:g} s of its steady state"
             made, code = trace_script(script, words, folder, settle_s=settle, seconds=length, told=_tell)
     except NothingTraced as error:
         console(stderr=True).print(
             f"[bold red]nothing traced:[/] {escape(str(error))}", highlight=False, soft_wrap=True
         )
+        if out is None:
+            with contextlib.suppress(OSError):  # Something is in it.
+                folder.rmdir()
         raise typer.Exit(error.code) from error
     except ScriptFailed as error:
         print(error, end="", file=sys.stderr)
-        raise typer.Exit(1) from error
+        if error.profile is None:
+            raise typer.Exit(1) from error
+        made, code = error.profile, 1
     except KeyboardInterrupt:
         interrupt.answered()
         console(stderr=True).print("[bold red]interrupted[/] before the trace was complete")

@@ -41,18 +41,17 @@ def arguments(
 
 
 @contextlib.contextmanager
-def writing(option: str, path: Path) -> Iterator[None]:
-    """A context for writing the file that an option names: a full or read-only disk is the caller's mistake."""
+def writing(option: str, path: Path, *, from_default: bool = False) -> Iterator[None]:
+    """A context for writing the file that an option names, or defaults to: a full disk is the caller's mistake."""
+    what = f"{path}, which --{option} defaults to," if from_default else f"--{option} {path}"
     try:
         yield
     except OSError as error:
         for folder in path.parents:
             if folder.exists() and not folder.is_dir():
-                raise Mistake(
-                    f"--{option} {path} cannot be written: {folder} is no folder; use another path"
-                ) from error
+                raise Mistake(f"{what} cannot be written: {folder} is no folder; use another path") from error
         raise Mistake(
-            f"--{option} {path} cannot be written: {error.strerror or error}; use another path, or make room there"
+            f"{what} cannot be written: {error.strerror or error}; use another path, or make room there"
         ) from error
 
 

@@ -253,7 +253,7 @@ def tune(
         bool,
         typer.Option("--missing", help="Leave out what the tables have a measurement of by the kernel as it is now."),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no line per config.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the summary only, and no line per config.")] = False,
 ) -> None:
     """Search an op's block sizes for the fastest that compute the right values, and put them into a table for dispatch.
 
@@ -272,7 +272,9 @@ def tune(
         if records.exists():
             results.write_csv(records)  # A tuner that was killed has left it behind.
         folder = tables or tuned.user_tables()
-        with writing("tables", folder):  # A file of its own: another tuner may be writing to a table.
+        with writing(
+            "tables", folder, from_default=tables is None
+        ):  # A file of its own: another tuner may be writing to a table.
             try_destination(folder / f".tried-{os.getpid()}")
     if not asked.chips:
         leave_room()
@@ -291,11 +293,11 @@ def tune(
     with _looking_in(tables), Entries(f"tuning {op}", total=len(work)) as entries:
         _tune_all(asked, work, how, entries, done, overlap=overlap)
     tell(op=op, tuned=[_told(one) for one in done], every_config=records if records.exists() else None)
-    if done and not quiet:
+    if done:
         _show(op, done)
     if records.exists():
         as_csv = results.write_csv(records)
-        if not quiet:
+        if done or entries.failed:
             console().print(f"every config: {records} and {as_csv}", soft_wrap=True)
     if not entries.complete:
         console().print("The same command goes on from there.")
@@ -329,9 +331,14 @@ def _tune_all(
                     job[1]()
         else:
             _in_threads(begin, how.together, pool, entries)
-    if waiting:
-        names = ", ".join(one.name for one in waiting)
-        how.say(f"The budget ended before these were begun; the same command goes on with them: {escape(names)}")
+    left: list[str] = []
+    for one in waiting:
+        with entries.one(one.name):
+            _targets(asked, one)  # Raises where there is nothing to tune, which a longer budget does not change.
+            left.append(one.name)
+    if left:
+        text = f"The budget ended before these were begun; the same command goes on with them: {', '.join(left)}"
+        console().print(escape(text), soft_wrap=True, highlight=False)
 
 
 def _in_threads(

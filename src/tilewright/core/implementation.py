@@ -101,6 +101,8 @@ class Pass:
 
         It is from the "argument", "tuned" for the call's bucket, "tuned nearby", from the "heuristic", or "none" where the
         pass takes none. `known` is what the tables have, the best match first: the first that can run the call is taken.
+        Where a search found nothing faster than the heuristic's config, and the heuristic chooses another one for this call
+        than for the call that was timed, it is from the "heuristic", and the entry says that a search kept it.
         """
         if self.config is None:
             return None, "none", ""
@@ -112,6 +114,8 @@ class Pass:
         for found in known:
             config = found.config_with(heuristic)
             if config is not None and self.refusal(call, Launch(chip, config, None)) is None:
+                if found.exact and config != found.config:
+                    return config, "heuristic", f"a search found none faster for {found.as_timed}"
                 return config, "tuned" if found.exact else "tuned nearby", str(found)
         return heuristic(), "heuristic", ""
 

@@ -270,8 +270,13 @@ class Found:
         except ValueError:
             return None
 
+    @property
+    def as_timed(self) -> str:
+        """What the entry is of: its bucket, and where and when it was timed or estimated."""
+        return f"{bucket_text(self.entry.bucket)}, {self.entry.origin}"
+
     def __str__(self) -> str:
-        return self.entry.origin if self.exact else f"for {bucket_text(self.entry.bucket)}, {self.entry.origin}"
+        return self.entry.origin if self.exact else f"for {self.as_timed}"
 
 
 def read_config(fields: Mapping[str, Any], kind: type[Config]) -> Config:

@@ -31,6 +31,11 @@ class Change:
     """How far a ratio may be from 1, as a fraction."""
 
     @property
+    def can_show_a_doubling(self) -> bool:
+        """Whether the noise is low enough to tell twice the time from the same time."""
+        return self.noise < 1
+
+    @property
     def verdict(self) -> Literal["slower", "faster", "same"]:
         if self.now_s > self.before_s * (1 + self.noise):
             return "slower"

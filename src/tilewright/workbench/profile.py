@@ -45,7 +45,12 @@ class NothingTraced(Exception):
 
 
 class ScriptFailed(Exception):
-    """A script raised an exception. The text is its traceback, from the script's own line on."""
+    """A script raised an exception. The text is its traceback, from the script's own line on.
+
+    `profile`: what had been traced by then, or None.
+    """
+
+    profile: "Profile | None" = None
 
 
 @dataclass(frozen=True)
@@ -194,9 +199,9 @@ def trace_script(
     Returns what was traced, and the script's exit code.
 
     `told` is called with a line when the trace is there. The script runs to its end, or to Ctrl-C; where it raises an
-    exception, that is a `ScriptFailed`. For the main thread, which alone gets signals.
+    exception, that is a `ScriptFailed` with what was traced. For the main thread, which alone gets signals.
     """
-    code = 0
+    code, failed = 0, None
     with _SteadyTrace(folder, settle_s, seconds, told) as steady, _as_main(script, words):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -208,14 +213,21 @@ def trace_script(
             if not steady.taken:
                 raise
         except Exception as error:
-            raise ScriptFailed(_traceback_of(script, error)) from error
-    if steady.taken is None:
+            failed = ScriptFailed(_traceback_of(script, error))
+    made = None if steady.taken is None else summarise(folder, steady.taken, steps=None)
+    if failed is not None:
+        failed.profile = made
+        raise failed
+    if made is None:
         raise NothingTraced(
             f"{script} ended before {settle_s:g} s had passed in which it compiled nothing and ran something; make it run "
-            f"longer{', or pass --settle 0' if settle_s else ''}",
+            f"longer{', or pass --settle 0' if settle_s else ''}"
+            if steady.compiled
+            else f"{script} compiled nothing with JAX, and a trace begins after the first compilation; profile a "
+            f"script that runs JAX",
             code or 1,
         )
-    return summarise(folder, steady.taken, steps=None), code
+    return made, code
 
 
 def _traceback_of(script: Path, error: Exception) -> str:
@@ -279,6 +291,11 @@ class _SteadyTrace:
         jax.monitoring.unregister_event_duration_listener(self._note)
         if self._error is not None:
             raise self._error
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the program has compiled anything."""
+        return bool(self._compiles)
 
     def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:

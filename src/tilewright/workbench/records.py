@@ -230,7 +230,10 @@ def _cut(path: Path, size: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a JSONL file. Raises `ValueError` with the line where one cannot be read."""
+    """The records of a JSONL file. Raises `ValueError` with the line where one cannot be read.
+
+    A last line without an end that is no record was being written when its process was killed, and is left out.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -239,6 +242,8 @@ def read_records(path: Path) -> Iterator[Record]:
                 except UnicodeDecodeError as error:
                     raise ValueError(f"{path}: line {number} is not text; pass a file that --records wrote") from error
                 except ValueError as error:
+                    if number > 1 and not line.endswith(b"\n"):
+                        return
                     raise ValueError(
                         f"{path}: line {number} is not a record ({error}); remove that line, or pass another file"
                     ) from error

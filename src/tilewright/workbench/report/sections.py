@@ -111,14 +111,13 @@ def _where(found: Found) -> Section:
             Cell(listed(files, 3), mark="faint", title="\n".join(files)),
         )
         rows.append(Row(cells, {"kind": kind, "chip": chip}))
+    earlier = len(found.entries) - len(found.latest)
     columns = ("kind", "chip", "jax", "commit", "date", "records", "ops", "files")
     table = Table("where", columns, tuple(rows), right=("records",))
     text = (
         "Each row is one chip, version and commit. A figure marked as an estimate was computed from a compiled schedule; "
         "no such chip was there, and it is a lower bound.",
-        f"{len(found.entries) - len(found.latest)} earlier records are not shown: only the last one of each thing is."
-        if len(found.entries) > len(found.latest)
-        else "",
+        f"Earlier records are not shown ({earlier} of them): only the last one of each thing is." if earlier else "",
         f"Records that were read again count once: {found.repeated} were left out." if found.repeated else "",
     )
     return Section("where", "What ran where", tuple(filter(None, text)), (table,) if rows else ())
@@ -234,7 +233,7 @@ def _beside_peers(entry: Entry, peers: Sequence[Entry]) -> Cell:
 
 
 def _share(value: float | None) -> Cell:
-    return Cell() if value is None else Cell(f"{value:.0%}", value, bar=min(value, 1.0))
+    return Cell() if value is None else Cell(f"{value:.{0 if value >= 0.095 else 1}%}", value, bar=min(value, 1.0))
 
 
 def _rates(entry: Entry) -> Cell:
@@ -269,18 +268,19 @@ def _kernels(latest: Sequence[Entry]) -> Section | None:
         blocks.append(Table("kernels", columns, tuple(rows), right=columns[5:]))
     if codes := [_machine_code(entry, code) for entry in latest for code in entry.machine_codes]:
         columns = (
-            *("what", "implementation", "chip", "kernel", "registers", "shared memory", "blocks per SM"),
+            *("kind", "what", "implementation", "chip", "kernel", "registers", "shared memory", "blocks per SM"),
             *("spilled", "in loops", "steady state"),
         )
         text.append(
             "Kernels that were compiled for a GPU: figures of their machine code. Nothing was run, and no time is known."
         )
-        blocks.append(Table("machine_code", columns, tuple(codes), right=columns[4:]))
+        blocks.append(Table("machine_code", columns, tuple(codes), right=columns[5:]))
     return Section("kernels", "Kernels", tuple(text), tuple(blocks)) if blocks else None
 
 
 def _machine_code(entry: Entry, code: MachineCode) -> Row:
     cells = (
+        kind_cell(entry.kind),
         name_cell(entry),
         Cell(entry.implementation, under=f"{entry.dtype} {entry.mode}"),
         Cell(entry.chip),
@@ -509,6 +509,8 @@ def _gaps(found: Found, latest: Sequence[Entry]) -> Iterator[tuple[str, str, str
             yield "failed", which, entry.failure
         if entry.not_judged:
             yield "timed, not compared with the reference", which, entry.not_judged
+        if entry.kind == "estimate" and entry.wall_s is None and not (entry.failure or entry.machine_codes):
+            yield "estimated time", which, "it compiled, and its schedule could not be estimated"
     timed = [entry for entry in latest if entry.wall_s is not None]
     measured = [entry for entry in timed if entry.kind == "measured"]
     reasons: dict[str, list[Entry]] = {}
@@ -529,14 +531,18 @@ def _gaps(found: Found, latest: Sequence[Entry]) -> Iterator[tuple[str, str, str
         mine = [entry for entry in measured if entry.op == op]
         absent = [name for name in ops[op].implementations if name not in {entry.implementation for entry in mine}]
         if absent:
-            yield "implementations", f"{op}: {', '.join(absent)}", "no record of them"
+            yield "implementations", f"{op}: {', '.join(absent)}", "no measurement of them"
         for chip in dict.fromkeys(entry.chip for entry in mine if entry.chip != NOT_SAID):
             had = {entry.case for entry in mine if entry.chip == chip}
             cases = [case.name for case in ops[op].cases if case.name not in had and case.small == (chip == "cpu")]
             if cases:
-                yield "cases", f"{op} on {chip}: {listed(cases, _LONGEST_LIST)}", f"no record of {len(cases)} of them"
+                yield (
+                    "cases",
+                    f"{op} on {chip}: {listed(cases, _LONGEST_LIST)}",
+                    f"no measurement of {len(cases)} of them",
+                )
     if missing := [op for op in ops if op not in {entry.op for entry in measured}]:
-        yield "ops", listed(missing, len(missing)), "no record of them"
+        yield "ops", listed(missing, len(missing)), "no measurement of them"
     for place in found.unread[:_LONGEST_LIST]:
         where, _, why = place.partition(": ")
         yield "lines that were not read", where, why

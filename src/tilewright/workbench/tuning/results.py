@@ -8,6 +8,7 @@ import contextlib
 import csv
 import fcntl
 import io
+import itertools
 import json
 import os
 import statistics
@@ -239,13 +240,21 @@ def put(folder: Path, chip: str, op: str, entries: Iterable[tuned.Entry]) -> Cou
                 every[entry.key] = entry
         if became[TAKEN]:
             if wrong:
-                kept = path.with_name(f"{path.name}.damaged")
-                kept.write_bytes(path.read_bytes())
-                told = f"the tuned table {path} was damaged ({wrong[0]}); it is now {kept}, and a new one was begun"
+                kept = _keep_damaged(path)
+                whole = f"its {len(there)} whole entries were kept" if there else "a new one was begun"
+                told = f"the tuned table {path} was damaged ({wrong[0]}); a copy is now {kept}, and {whole}"
                 warnings.warn(told, tuned.DamagedTableWarning, stacklevel=2)
             write_durably(path, tuned.table_text(op, chip, every.values()))
     tuned.forget()
     return became
+
+
+def _keep_damaged(path: Path) -> Path:
+    """Copies a damaged table to a file beside it that was not there, and returns that file's path."""
+    names = (f"{path.name}.damaged{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+    kept = next(each for each in map(path.with_name, names) if not each.exists())
+    kept.write_bytes(path.read_bytes())
+    return kept
 
 
 def best_of(records: Iterable[Record]) -> list[Record]:

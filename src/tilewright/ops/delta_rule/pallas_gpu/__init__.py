@@ -17,6 +17,7 @@ With one gate per channel (KDA), decays are inside the sums over channels (sm90_
                                        sm90_narrow_states.py   the same, for few heads with one gate each
     backward    reverse passage        sm90_reverse.py     dS through the chunks, and dv
                 gradients              sm90_gradients.py, sm90_channel_gradients.py
+                gradients of gates     sm90_gate_gradients.py   (one gate per head)
 
 For the backward, the forward saves per chunk and head of K = V = 128: the state before it (32 KB), u (32 KB) and
 (I + A)^-1 (16 KB), and for KDA P beta, q_in, k_in (16 KB each) and k_out (32 KB): 160 KB, 2 GB for H96 T8192. q, k and

@@ -8,6 +8,7 @@ One gate per head: a kernel computes G, exp(G) and the like, 64 chunks at a time
 kernels where this kernel and two transposes take 16 us, and a product whose tuning took 2 s of the first call.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -81,26 +82,33 @@ def _gates_kernel(
     ones[...] = jnp.where(i <= j, 1.0, 0.0).astype(jnp.bfloat16)
     plgpu.commit_smem()
 
-    def sums(x: jax.Array) -> jax.Array:
-        """Cumulative sums over tokens. Three bfloat16 numbers have all the bits of a float32 one."""
-        first = x.astype(jnp.bfloat16)
-
-        def add(sum_: Accumulator) -> None:
-            for piece in (first, *split_hi_lo(x - upcast(first))):
-                sum_.add(piece, ones)
-
-        return product(SQUARE, add)
-
-    def totals(x: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(jnp.sum(x, axis=1), SQUARE, [0])
-
+    sums = functools.partial(sums_over_tokens, ones=ones)
     g = jnp.maximum(read(g_ref), LOWEST_GATE)
-    (coarse, fine), (all_coarse, all_fine) = (coarse_and_fine(g, function) for function in (sums, totals))
+    (coarse, fine), (all_coarse, all_fine) = (coarse_and_fine(g, function) for function in (sums, total_over_tokens))
     write(Row.COARSE, coarse)
     write(Row.FINE, fine)
     write(Row.DECAY_IN, jnp.exp(coarse + fine))
     write(Row.DECAY_OUT, beta * jnp.exp((all_coarse - coarse) + (all_fine - fine)))
     write(Row.DECAY_ALL, jnp.exp(all_coarse + all_fine))
+
+
+def sums_over_tokens(x: jax.Array, ones: Any) -> jax.Array:
+    """For each token j, the sum of x [chunks, C] over those tokens i for which `ones` [C, C] has a one in row i, column j.
+
+    Three bfloat16 numbers have all the bits of a float32 one.
+    """
+    first = x.astype(jnp.bfloat16)
+
+    def add(sum_: Accumulator) -> None:
+        for piece in (first, *split_hi_lo(x - upcast(first))):
+            sum_.add(piece, ones)
+
+    return product(SQUARE, add)
+
+
+def total_over_tokens(x: jax.Array) -> jax.Array:
+    """The sum of x [chunks, C] over tokens, at each of them."""
+    return lax.broadcast_in_dim(jnp.sum(x, axis=1), SQUARE, [0])
 
 
 def head_gates(call: DeltaRuleCall) -> jax.Array:

@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tilewright.core.implementation import Launch
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward
+from tilewright.ops.delta_rule.pallas_gpu.sm90_gate_gradients import SumRow, gate_gradients
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
     HI_LO,
@@ -67,10 +68,6 @@ from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, product, produc
 SIDES = 2
 """Consumer warpgroups: the one of Y and the one of Z."""
 _GATE_STAGES = 2
-
-# What the kernel sums over channels or tokens, one row each: k . (u dS'^T); columns of the pairs' sums; what goes
-# through exp(G_i), rows of the pairs' sums included; S . dS'. The last two are for a gate.
-_K_U_DS, _COLUMNS, _ROWS, _STATES = range(4)
 
 
 @dataclass(frozen=True)
@@ -247,7 +244,7 @@ def _gradient_kernel(
             decay_in = load_along_rows(gates.at[Row.DECAY_IN], SQUARE)
             do_s, dv_s = do_s * (decay_in * scale), dv_s * decay_in
             k_tile = _load(keys)
-            rows.at[_K_U_DS][...] = jnp.sum(k_tile * u_ds, axis=1) * own
+            rows.at[SumRow.K_U_DS][...] = jnp.sum(k_tile * u_ds, axis=1) * own
             d_q, d_k = do_s, u_ds * load_along_rows(gates.at[Row.DECAY_OUT], SQUARE) - dv_s
             if group > 1:
                 before = (partial_ref.at[block, side, which] for which in (0, 1))
@@ -258,7 +255,7 @@ def _gradient_kernel(
             through_states = None
             if gated:
                 through_states = jnp.sum(_load(queries) * do_s - k_tile * dv_s, axis=1) * own
-                rows.at[_STATES][...] = state_sums[0] * own
+                rows.at[SumRow.STATES][...] = state_sums[0] * own
 
             # Between the tokens.
             def add_scores(sum_: Accumulator) -> None:
@@ -272,7 +269,7 @@ def _gradient_kernel(
             scores = scores * pairs
             beta = load_along_columns(gates.at[Row.BETA], SQUARE)
             if through_states is not None:
-                rows.at[_ROWS][...] = through_states + jnp.sum(scores * beta, axis=1)
+                rows.at[SumRow.ROWS][...] = through_states + jnp.sum(scores * beta, axis=1)
 
             def add_pairs(d_q: Accumulator, d_k: Accumulator) -> None:
                 y, z = pair_tiles.at[zero], pair_tiles.at[zero + 1]
@@ -297,7 +294,7 @@ def _gradient_kernel(
             gate_tiles.release(index, stage=gate_stage)
 
             def add_columns() -> None:
-                rows.at[_COLUMNS][...] = jnp.sum(scores, axis=0)
+                rows.at[SumRow.COLUMNS][...] = jnp.sum(scores, axis=0)
 
             # Sums over rows pass between warps through memory that the warpgroups share: one after the other.
             pl.when(side == 0)(add_columns)
@@ -329,10 +326,6 @@ def _gradient_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _row_count(gated: bool) -> int:
-    return 4 if gated else 2
-
-
 def scratch(sizes: Sizes, config: DeltaRuleSm90Backward, *, gated: bool) -> dict[str, Any]:
     gates = float32_buffer(_GATE_STAGES, Row.COUNT, CHUNK)
     return {
@@ -342,26 +335,10 @@ def scratch(sizes: Sizes, config: DeltaRuleSm90Backward, *, gated: bool) -> dict
         "qk_full": plgpu.Barrier(num_arrivals=2 * sizes.depth_tiles),
         "qk_empty": plgpu.Barrier(num_arrivals=SIDES),
         "gate_tiles": Pipeline.scratch(_GATE_STAGES, copies=1, consumers=SIDES, rows=gates),
-        "row_tiles": float32_buffer(SIDES, _row_count(gated), CHUNK),
+        "row_tiles": float32_buffer(SIDES, SumRow.count(gated=gated), CHUNK),
         "exchanged": plgpu.Barrier(num_arrivals=SIDES),
         "finished": plgpu.Barrier(num_arrivals=SIDES),
     }
-
-
-def _gate_gradients(sums: jax.Array, gates: jax.Array, *, gated: bool) -> tuple[jax.Array, jax.Array | None]:
-    """dbeta and dg, [B, HV, chunks, C] each, from the sums of the kernel."""
-    coarse, fine, beta = (gates[..., row, :] for row in (Row.COARSE, Row.FINE, Row.BETA))
-    decay_out = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
-    through_end = decay_out * sums[..., _K_U_DS, :]
-    d_beta = through_end + sums[..., _COLUMNS, :]
-    if not gated:
-        return d_beta, None
-    d_sums = sums[..., _ROWS, :] - beta * d_beta
-    last = jnp.sum(beta * through_end + gates[..., Row.DECAY_ALL, :] * sums[..., _STATES, :], axis=-1, keepdims=True)
-    d_sums = d_sums + jnp.where(jnp.arange(CHUNK) == CHUNK - 1, last, 0.0)
-    # A gate is in the sums of its token and of all later ones.
-    ones = jnp.tril(jnp.ones(SQUARE, d_sums.dtype))
-    return d_beta, jnp.matmul(d_sums, ones, precision=lax.Precision.HIGHEST, preferred_element_type=d_sums.dtype)
 
 
 def head_gate_gradients(
@@ -379,7 +356,7 @@ def head_gate_gradients(
         outputs={
             "d_q": keys,
             "d_k": keys,
-            "rows": float32_array(sizes.b, sizes.hv, sizes.chunks, SIDES, _row_count(gated), CHUNK),
+            "rows": float32_array(sizes.b, sizes.hv, sizes.chunks, SIDES, SumRow.count(gated=gated), CHUNK),
             # Partial sums of dq and dk between the heads of a group: registers have no room for them beside the rest.
             "partial": float32_array(blocks if sizes.group > 1 else 1, SIDES, 2, *SQUARE),
         },
@@ -388,5 +365,5 @@ def head_gate_gradients(
         warpgroups=1 + SIDES,
         params=compiler_params(automatic_barriers=True),
     )
-    d_beta, d_g = _gate_gradients(jnp.sum(outputs["rows"], axis=3), inputs["gates"], gated=gated)
+    d_beta, d_g = gate_gradients(outputs["rows"], inputs["gates"], gated=gated)
     return outputs["d_q"], outputs["d_k"], d_beta, d_g

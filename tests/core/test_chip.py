@@ -63,6 +63,13 @@ def test_the_clock_that_follows_from_the_peak_is_right(name: str, giga: float) -
     assert Chip.named(name).clock_hz == pytest.approx(giga * 1e9, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "giga"), [("a100", 1.41), ("h100", 1.98), ("h200", 1.98), ("b200", 1.965), ("l4", 2.04)]
+)
+def test_so_is_that_of_a_gpu(name: str, giga: float) -> None:
+    assert Chip.named(name).clock_hz == pytest.approx(giga * 1e9, rel=0.01)
+
+
 def test_sizes() -> None:
     assert Chip.named("v5e").vmem_bytes == 128 * MIB
     assert Chip.named("v6e").memory_bytes == 32 * GIB

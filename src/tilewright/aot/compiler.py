@@ -377,6 +377,7 @@ def _target_config(chip: Chip) -> str:
     """A GPU as XLA describes one that is not there: the text form of a GpuTargetConfigProto."""
     assert chip.compute_capability is not None
     assert chip.memory_bytes_per_s is not None
+    assert chip.clock_hz is not None
     major, minor = chip.compute_capability
     fields = {
         "threads_per_block_limit": 1024,
@@ -386,7 +387,10 @@ def _target_config(chip: Chip) -> str:
         "shared_memory_per_core": chip.sm_smem_bytes,
         "threads_per_core_limit": chip.sm_threads,
         "core_count": chip.multiprocessors,
-        "fpus_per_core": 128,
+        # Without clock and cache, XLA takes computing for slow and leaves what it would fuse in kernels of its own.
+        "fpus_per_core": chip.float32_units,
+        "clock_rate_ghz": chip.clock_hz / 1e9,
+        "l2_cache_size": chip.l2_bytes,
         "block_dim_limit_x": 2**31 - 1,
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,

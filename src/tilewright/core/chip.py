@@ -50,13 +50,14 @@ class Chip:
     """Ports to other chips: of a TPU two per axis of the torus; of a GPU one, to the switch or bus of its host."""
     link_bytes_per_s: float | None = None
     """Of one link, in one direction."""
+    clock_hz: float | None = None
+    """Of a TPU's cores, or a GPU's multiprocessors at their highest. It follows from the peak FLOP/s."""
 
     # TPU. What follows `chips_per_host` is per TensorCore.
     cores: int = 1
     cores_per_device: int = 1
     chips_per_host: int = 4
     """The most chips that a slice of one host has. Every slice of several hosts has four chips per host."""
-    clock_hz: float | None = None
     mxus: int | None = None
     mxu_size: int | None = None
     mxu_rows_per_cycle: int | None = None
@@ -68,6 +69,9 @@ class Chip:
     # GPU.
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
+    float32_units: int | None = None
+    """Of a multiprocessor; each multiplies and adds once per cycle. float32 FLOP/s = 2 multiprocessors units clock."""
+    l2_bytes: int | None = None
     smem_bytes: int | None = None
     """The most shared memory that one thread block can have."""
     sm_smem_bytes: int | None = None
@@ -139,18 +143,18 @@ v5p  TPU v5p, TPU v5        459  918  -    95  2765 2     2      4    128   64  
 v6e  TPU v6e, TPU v6 lite   918  1836 918  32  1638 1     1      2    256   128  8    4     100  31.24  v6e
 v7x  TPU7x, TPU v7x         2307 -    4614 192 7380 2     1      2    256   64   4    6     100  94.74  v7x
 """
-# TFLOP/s by dtype; memory in GB and GB/s; compute capability; multiprocessors; shared memory of a thread block in KiB;
-# of a multiprocessor the shared memory in KiB, the threads and the blocks; and GB/s to other GPUs of its host in one
+# TFLOP/s by dtype; memory in GB and GB/s; compute capability; multiprocessors, and the float32 units of each; L2 cache in
+# MiB; of a multiprocessor the shared memory in KiB, the threads and the blocks; and GB/s to other GPUs of its host in one
 # direction, half of the total that NVIDIA's data sheets give for NVLink (L4: PCIe 4 x16).
 # SXM parts, except L4: an H100 PCIe or NVL has other clocks and memory, so it is "unknown" and not an H100.
 _GPUS = """
-name      device kinds          bf16 tf32  f32  int8 fp8  GB  GB/s capability SMs KiB SM-KiB threads blocks link rented
-a100      NVIDIA A100-SXM4-80GB 312  156   19.5 624  -    80  2039 8.0        108 163 164    2048    32     300  A100-80GB
-a100-40gb NVIDIA A100-SXM4-40GB 312  156   19.5 624  -    40  1555 8.0        108 163 164    2048    32     300  A100
-h100      NVIDIA H100 80GB HBM3 989  494.5 67   1979 1979 80  3350 9.0        132 227 228    2048    32     450  H100
-h200      NVIDIA H200           989  494.5 67   1979 1979 141 4800 9.0        132 227 228    2048    32     450  H200
-b200      NVIDIA B200           2250 1125  75   4500 4500 180 7700 10.0       148 227 228    2048    32     900  B200
-l4        NVIDIA L4             121  60    30.3 242  242  24  300  8.9        58  99  100    1536    24     32   L4
+name      device kinds          bf16 tf32  f32  int8 fp8  GB  GB/s cc   SMs units L2  KiB threads blocks link rented
+a100      NVIDIA A100-SXM4-80GB 312  156   19.5 624  -    80  2039 8.0  108 64    40  164 2048    32     300  A100-80GB
+a100-40gb NVIDIA A100-SXM4-40GB 312  156   19.5 624  -    40  1555 8.0  108 64    40  164 2048    32     300  A100
+h100      NVIDIA H100 80GB HBM3 989  494.5 67   1979 1979 80  3350 9.0  132 128   50  228 2048    32     450  H100
+h200      NVIDIA H200           989  494.5 67   1979 1979 141 4800 9.0  132 128   50  228 2048    32     450  H200
+b200      NVIDIA B200           2250 1125  75   4500 4500 180 7700 10.0 148 128   126 228 2048    32     900  B200
+l4        NVIDIA L4             121  60    30.3 242  242  24  300  8.9  58  128   48  100 1536    24     32   L4
 """
 
 
@@ -199,7 +203,7 @@ def _tpus() -> Iterator[Chip]:
 def _gpus() -> Iterator[Chip]:
     for name, kinds, (bf16, tf32, float32, int8, fp8, memory, bandwidth, capability, *numbers, rented) in _rows(_GPUS):
         major, minor = capability.split(".")
-        sms, smem, sm_smem, threads, blocks, link = map(int, numbers)
+        sms, units, l2, smem, threads, blocks, link = map(int, numbers)
         yield Chip(
             name=name,
             platform="gpu",
@@ -212,9 +216,12 @@ def _gpus() -> Iterator[Chip]:
             links=1,
             link_bytes_per_s=link * 1e9,
             compute_capability=(int(major), int(minor)),
+            clock_hz=float(float32) * 1e12 / (2 * sms * units),
             multiprocessors=sms,
-            smem_bytes=smem * 1024,
-            sm_smem_bytes=sm_smem * 1024,
+            float32_units=units,
+            l2_bytes=l2 * MIB,
+            smem_bytes=smem * 1024 - BLOCK_RESERVED_SMEM,
+            sm_smem_bytes=smem * 1024,
             sm_threads=threads,
             sm_blocks=blocks,
         )

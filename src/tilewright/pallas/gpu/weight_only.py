@@ -7,8 +7,9 @@ per 128 columns, from the L2 cache.
 
 Blocking: y^T = w^T x^T. A tile has 128 columns of w and T rows of x. The weights are the left operand: a consumer warpgroup
 reads those of its 64 columns from shared memory into registers, converts them to bfloat16 with a few instructions for two
-of them at a time, and multiplies with the rows of x, which stay in shared memory. So no converted weight goes through
-shared memory, and few rows waste little. A step has 128 bytes of each column: 128 weights of 8 bits, 256 of 4.
+of them at a time (stored_weights.py), and multiplies with the rows of x, which stay in shared memory. So no converted
+weight goes through shared memory, and few rows waste little. A step has 128 bytes of each column: 128 weights of 8 bits,
+256 of 4.
 
 Sliced K: a consumer waits for shared memory, for its conversions and for the tensor cores in turn, so two of them leave
 most of the time unused. Up to 32 rows of all parts, two slices of two consumers each share a tile: one takes the even
@@ -21,17 +22,12 @@ For tiles of 8 rows each warp multiplies by itself (pallas/gpu/warp_mma.py), so 
 products, and no warp waits for another. x is read by plain loads and lies in memory in their order, [K / 32, M, 32], so
 such tiles begin at any row. A step takes 218 instructions where that of wgmma takes 267, with 16 rows.
 
-Order of the contracted axis: a thread reads four adjacent bytes of a column, and the tensor cores expect two pairs of
-adjacent values at places 8 apart. The order does not matter as long as both operands have the same, so x is rearranged
-instead (`_arranged`): the pairs are the bytes 0 and 2, and 1 and 3, which need one shift for both. For 4 bits, whose bytes
-hold two values, the even places of 128 come before the odd ones.
-
 Scales per column are multiplied to the sums; those that differ along K to the sums of each 128 values. They are copied with
 the weights of their step where they differ from column to column, too, and loaded a step ahead where they do not.
 
-Instructions per weight and thread: 1.1 for 4 bits, 1.25 for int8 and 2.25 for float8 to convert; 2.1, 2.3 and 3.4 of the
-loop in all, with 16 rows. At 4.8 TB/s (H200) a step may take some 750 clocks, in which a scheduler issues 530 instructions
-for 4 bits, 300 for int8 and 430 for float8.
+Instructions of the loop per weight and thread, with 16 rows: 2.1 for 4 bits, 2.3 for int8 and 3.4 for float8. At 4.8 TB/s
+(H200) a step may take some 750 clocks, in which a scheduler issues 530 instructions for 4 bits, 300 for int8 and 430 for
+float8.
 
 Measured on an H200, the kernel alone, with its share of 4.8 TB/s:
 - 512 rows in 128 groups, w [2048, 768], tiles of 8 rows: int4 31.0 us (71 %), int8 50.9 us (81 %), float8 52.5 us (79 %).
@@ -60,13 +56,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
 from tilewright.core.activation import activate
 from tilewright.core.chip import Chip
@@ -96,11 +88,10 @@ from tilewright.pallas.gpu.registers import (
 )
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 from tilewright.pallas.gpu.staging import store_transposed
+from tilewright.pallas.gpu.stored_weights import DEPTH, arranged, converted, loaded_bytes, unit
 from tilewright.pallas.gpu.warp_mma import CHUNK, product_with_rows
 from tilewright.pallas.gpu.wgmma import Accumulator, with_accumulators
 
-DEPTH = 128
-"""Values of the contracted axis that share a scale."""
 TILE_ROWS = (8, 16, 32, 64)
 """The rows of x that a tile may have."""
 
@@ -116,9 +107,6 @@ _COLUMNS = 128  # Of w per tile: 64 per consumer warpgroup, the rows of a wgmma 
 # By slices: per thread of a consumer, and of the producer. Together they are at most what the thread block begins with: 168
 # for each thread of three warpgroups, 96 of five.
 _REGISTERS = {1: (216, 56), 2: (112, 32)}
-
-_INTEGER_UNIT = 64  # Integers are converted to so many times less.
-_POWER_127, _POWER_123, _MINUS_2, _MINUS_EIGHTH = 0x7F00, 0x7D00, 0xC000, 0xBE00  # As bfloat16.
 
 # What the kernel reads of a tile: its first row, and the group, with its first row and its end.
 START, GROUP, GROUP_START, GROUP_END = range(4)
@@ -174,11 +162,6 @@ class WeightOnly:
         """Products in flight while weights are converted. Where K is divided, other consumers have theirs in flight."""
         return 1 if self.slices == 1 else 0
 
-    @property
-    def unit(self) -> float:
-        """What the sums of converted weights are multiplied with."""
-        return float(_INTEGER_UNIT) if self.stored.startswith("int") else 1.0
-
     def scratch(self) -> dict[str, Any]:
         stages, members = -(-self.stages // self.slices) * self.slices, _members()
         buffers = {
@@ -224,7 +207,7 @@ class WeightOnly:
             functools.partial(_kernel, product=self, activation=activation),
             name=name,
             inputs={
-                "x": _arranged(with_rows_past_end(padded(x, 0, _EIGHT), self.rows), self.per_byte, self.by_warps),
+                "x": arranged(with_rows_past_end(padded(x, 0, _EIGHT), self.rows), self.per_byte, self.by_warps),
                 "w": whole(lax.bitcast_convert_type(w, jnp.int8), _COLUMNS, _BYTES),
                 "scales": self._readable(scales),
                 "tiles": tiles,
@@ -334,19 +317,6 @@ def multiply(
     return y.astype(out_dtype), z.astype(jnp.bfloat16)
 
 
-def _arranged(x: jax.Array, per_byte: int, in_chunks: bool) -> jax.Array:
-    """x [M, K] in the order in which the products contract it, see the module; [K / 32, M, 32] by `in_chunks` of
-    warp_mma.py.
-    """
-    m, k = x.shape
-    groups = DEPTH // (32 * per_byte)  # Of 32 bytes, per 128 values.
-    # [M, 128 values, 32 bytes, 16 bytes, four bytes, value of pair, pair, value of byte]
-    x = x.reshape(m, k // DEPTH, groups, 2, 4, 2, 2, per_byte)
-    if in_chunks:  # One transposition: XLA would take ten times as long for two.
-        return x.transpose(1, 7, 2, 0, 4, 3, 6, 5).reshape(k // CHUNK, m, CHUNK)
-    return x.transpose(0, 1, 7, 2, 3, 6, 4, 5).reshape(m, k)
-
-
 @dataclass(frozen=True)
 class _OwnStages(Pipeline):
     """The stages of a pipeline from `first` on, which one slice of the consumers reads."""
@@ -433,7 +403,7 @@ def _kernel(
 
             def stored_weights(stage: Any) -> list[jax.Array]:
                 """Of each part, [64, bytes] int8."""
-                return [_loaded(pipeline.w.at[stage, part, own]) for part in parts]
+                return [loaded_bytes(pipeline.w.at[stage, part, own]) for part in parts]
 
             def one_step(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 """Products of 128 values each: the weights of the next ones are converted while the last are multiplied."""
@@ -442,7 +412,7 @@ def _kernel(
                 def issue(i: int, stage: Any, weights: list[jax.Array], total: Accumulator) -> jax.Array | None:
                     """Begins a product, and returns its scales."""
                     each, part = work[i]
-                    a = _converted(weights[part], product.stored, each)  # [64, 128]
+                    a = converted(weights[part], product.stored, each)  # [64, 128]
                     total.add(a, transposed(pipeline.x.at[stage, :, pl.ds(each * DEPTH, DEPTH)]))
                     if product.scales_in_stages:
                         return _scales_in_stage(pipeline.scales.at[stage, each, part, own])
@@ -469,7 +439,7 @@ def _kernel(
                 results, stage = list(totals), stages.wait(before + n)
                 weights = stored_weights(stage)
                 for i, (each, part) in enumerate(work):
-                    a = _converted(weights[part], product.stored, each)  # [64, 128]
+                    a = converted(weights[part], product.stored, each)  # [64, 128]
                     chunks = pl.ds(each * (DEPTH // CHUNK), DEPTH // CHUNK)
                     x = product_with_rows(a, pipeline.x.at[stage, chunks])  # [64, rows]
                     by = loaded[i] if loaded else None
@@ -486,7 +456,8 @@ def _kernel(
 
             def finish(z: tuple[jax.Array, ...], place: tuple[Any, ...], bad: Any) -> None:
                 start, *bounds = place
-                factors = [product.unit if by is None else by * product.unit for by in at_end]
+                of_converted = unit(product.stored)
+                factors = [of_converted if by is None else by * of_converted for by in at_end]
                 z = tuple(scaled(each, jnp.asarray(by)) for each, by in zip(z, factors, strict=True))
                 if bias_ref is not None:
                     biases = (load_row_vector(bias_ref.at[part, pl.ds(first_column, width)]) for part in parts)
@@ -580,125 +551,3 @@ def _scales_in_stage(ref: Any) -> jax.Array:
         # It wants a fence between a plain read of a stage and the next copy to it, as in `Accumulator.add`.
         plgpu.commit_smem()
     return scales
-
-
-# Four adjacent bytes of a column in a thread, in 16 bytes of 8 columns. Products have two values where this has four.
-_STORED = plgpu.Layout.TILED(
-    plgpu.Tiling(((64, 16), (16, 16), (8, 16), (4,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
-)
-
-
-def _loaded(ref: Any) -> jax.Array:
-    """The bytes of the weights of 64 columns in shared memory, [64, bytes] int8."""
-    return ref[...] if interpreted() else plgpu.load(ref, layout=_STORED, optimized=False)
-
-
-def _converted(loaded: jax.Array, stored: str, part: int) -> jax.Array:
-    """The `part`-th 128 values of each of 64 columns, bfloat16 [64, 128] in the products' layout, from all bytes of a step.
-
-    Integers are divided by _INTEGER_UNIT. For 4 bits: the low halves of the bytes, then the high ones. The order of the
-    bytes is that of `_arranged`.
-    """
-    conversions = _CONVERSIONS[stored]
-    size = DEPTH // len(conversions)
-    if interpreted():
-        own = loaded[:, part * size : (part + 1) * size]
-        return jnp.concatenate([_reordered(values) for values in _plain_values(own, stored)], axis=1)
-    shape = plgpu.ShapeDtypeStruct((loaded.shape[0], DEPTH), jnp.dtype(jnp.bfloat16), layout=WGMMA)
-
-    def body(_: Any, given: Any) -> Any:
-        registers = np.empty(mosaic.WGMMA_LAYOUT.registers_shape(shape.shape), dtype=object)
-        groups = size // 16  # Of 16 bytes.
-        own = given.registers[:, part * groups : (part + 1) * groups]
-        for (row, group, *place), register in np.ndenumerate(own):
-            word = _as_int32(register)
-            for number, pairs in enumerate(conversions):
-                for pair, bits in enumerate(pairs(word)):
-                    registers[(row, 2 * (number * groups + group) + pair, *place)] = _as_bfloat16(bits)
-        return mosaic.FragmentedArray(_registers=registers, _layout=mosaic.WGMMA_LAYOUT, _is_signed=None)
-
-    return plgpu.inline_mgpu(arg_types=(_STORED,), return_type=shape)(body)(loaded)
-
-
-def _plain_values(stored_bytes: jax.Array, stored: str) -> list[jax.Array]:
-    if stored == "int4":
-        values = [(stored_bytes << 4) >> 4, stored_bytes >> 4]
-    elif stored == "int8":
-        values = [stored_bytes]
-    else:
-        return [lax.bitcast_convert_type(stored_bytes, jnp.dtype(stored)).astype(jnp.bfloat16)]
-    return [each.astype(jnp.bfloat16) / _INTEGER_UNIT for each in values]
-
-
-def _reordered(values: jax.Array) -> jax.Array:
-    rows, columns = values.shape
-    return values.reshape(rows, columns // 16, 4, 2, 2).transpose(0, 1, 4, 2, 3).reshape(rows, columns)
-
-
-# Each of these takes four bytes in 32 bits, and returns two pairs of bfloat16 in 32 bits each: of the bytes 0 and 2, and of
-# the bytes 1 and 3. So a pair is where bfloat16 has it already, or 8 bits beside that.
-
-
-def _integer_pairs(word: Any, mask: int, flipped: int, power: int, offset: int) -> list[Any]:
-    """Integers of up to 8 bits in the last places of bfloat16 are subnormal numbers, or the first normal ones: i 2^-133.
-
-    With the sign bit flipped they are v + 2^(bits - 1) without a sign, and one multiply-add makes v / 64 of that, exactly.
-    """
-    text = f"""{{
-        .reg .b32 moved, placed, power, offset;
-        shr.b32 moved, $1, SHIFT;
-        lop3.b32 placed, moved, {_twice(mask)}, {_twice(flipped)}, 0x6a;
-        mov.b32 power, {_twice(power)};
-        mov.b32 offset, {_twice(offset)};
-        fma.rn.bf16x2 $0, placed, power, offset;
-    }}"""
-    return [_assembly(text.replace("SHIFT", str(shift)), word) for shift in (0, 8)]
-
-
-def _float8_pairs(word: Any, stored: str) -> list[Any]:
-    """The byte's exponent in bfloat16's place has another bias: a power of two sets it right, for subnormals, too."""
-    shift, mask, power = (4, 0x07F0, 0x7B80) if stored == "float8_e4m3fn" else (3, 0x0FE0, 0x7780)
-    text = f"""{{
-        .reg .b32 moved, magnitude, sign, signed, power;
-        MOVE
-        and.b32 magnitude, moved, {_twice(mask)};
-        lop3.b32 signed, sign, 0x80008000, magnitude, 0xea;
-        mov.b32 power, {_twice(power)};
-        mul.rn.bf16x2 $0, signed, power;
-    }}"""
-    moves = (
-        f"shl.b32 moved, $1, {8 - shift}; shl.b32 sign, $1, 8;",
-        f"shr.b32 moved, $1, {shift}; mov.b32 sign, $1;",
-    )
-    return [_assembly(text.replace("MOVE", move), word) for move in moves]
-
-
-def _twice(half: int) -> str:
-    """16 bits in both halves of a word."""
-    return f"0x{half << 16 | half:08x}"
-
-
-_integers = functools.partial(functools.partial, _integer_pairs)
-_CONVERSIONS = {
-    "int8": (_integers(mask=0xFF, flipped=0x80, power=_POWER_127, offset=_MINUS_2),),
-    "int4": (
-        _integers(mask=0x0F, flipped=0x08, power=_POWER_127, offset=_MINUS_EIGHTH),
-        _integers(mask=0xF0, flipped=0x80, power=_POWER_123, offset=_MINUS_EIGHTH),
-    ),
-    **{stored: (functools.partial(_float8_pairs, stored=stored),) for stored in ("float8_e4m3fn", "float8_e5m2")},
-}
-"""For each part of a byte, in turn: from four bytes to pairs of bfloat16."""
-
-
-def _assembly(text: str, word: Any) -> Any:
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], text, "=r,r")
-
-
-def _as_int32(register: Any) -> Any:
-    words = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), register)
-    return vector.extract(words, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
-
-
-def _as_bfloat16(bits: Any) -> Any:
-    words = vector.broadcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), bits)
-    return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), words)

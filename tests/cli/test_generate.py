@@ -65,6 +65,8 @@ def test_text_is_streamed_and_chats_go_through_the_template(folder: Path) -> Non
         (("--ids", "one"), "must be numbers"),
         (("--ids", "999"), "input_ids has 999, and the vocabulary has 320 tokens"),
         (("--prompt", "a"), r"has no tokenizer\.json"),
+        (("--ids", "1", "--chat"), "--chat is for a --prompt"),
+        (("--ids", "1 2", "--capacity", "2"), "--capacity 2 is too small for 2 tokens .*; use --capacity 258"),
         (("--ids", "1", "--temperature", "-1"), "temperature=-1.0 must be 0"),
         (("--ids", "1", "--max-new-tokens", "0"), "must be at least 1"),
     ],

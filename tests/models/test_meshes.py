@@ -28,15 +28,13 @@ from tilewright.parallel.rules import batch_spec
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LINEAR, FULL = "linear_attention", "full_attention"
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear")
 
 
 @functools.cache
 def model_of(family: str, layers: tuple[str, ...] = (FULL, FULL)) -> Any:
     """A family's model with these layers; Qwen3-Next without experts, and Kimi Linear with experts behind attention."""
-    values = json.loads((GOLDEN / family / "config.json").read_text()) | {"num_hidden_layers": len(layers)}
-    if family in HYBRIDS:
-        values["layer_types"] = list(layers)
+    of_layers = {"num_hidden_layers": len(layers), "layer_types": list(layers)}
+    values = json.loads((GOLDEN / family / "config.json").read_text()) | of_layers
     if family == "qwen3_next":
         values["mlp_only_layers"] = list(range(len(layers)))
     if family == "kimi_linear":
@@ -164,6 +162,10 @@ def test_rows_over_data_are_decoded_token_for_token() -> None:
     batch.step()
     for row, prompt, tokens in zip(rows, prompts, (2, 1), strict=False):
         np.testing.assert_array_equal(batch.leave(row), model.generate([prompt], tokens)[0])
+    # A prefix that was read on one device.
+    row = batch.join([3], prefix=model.read_prefix(prompts[1], capacity=8))
+    batch.step()
+    np.testing.assert_array_equal(batch.leave(row), model.generate([[*prompts[1], 3]], 1)[0])
     with placed.on_mesh():
         logits, states = generation._read_prompts(placed, [np.asarray(each) for each in prompts], 8)
     assert jax.typeof(logits).sharding.spec[0] == "data"

@@ -17,7 +17,9 @@ from tilewright.models import Batch, CheckpointError, Model, Prefix, Sampling, g
 from tilewright.models.architecture import hidden_states, initial_states, logits_of
 from tilewright.models.block import runs_of
 from tilewright.models.checkpoint import Checkpoint
+from tilewright.models.config import Config
 from tilewright.models.generation import pieces
+from tilewright.ops.rope.api import Yarn
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "models"
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "kimi_linear")
@@ -213,6 +215,34 @@ def test_a_prefix_is_saved_and_restored(tmp_path: Path) -> None:
         Prefix.load(tmp_path / "prefix.safetensors", held("qwen3")[0])
 
 
+def test_a_prefix_is_for_the_same_weights_only(tmp_path: Path) -> None:
+    model, _ = held("qwen3")
+    prefix = model.read_prefix([1, 2], capacity=4)
+    prefix.save(tmp_path / "new" / "prefix.safetensors")
+    tuned = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].multiply(1.5), model)
+    halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+    for other, told in ((tuned, "a model with other weights"), (halved, "no states.* of bfloat16")):
+        with pytest.raises(CheckpointError, match=told):
+            Prefix.load(tmp_path / "new" / "prefix.safetensors", other)
+        with pytest.raises(ValueError, match="prefix is of a model with other weights, or in another dtype"):
+            other.read_prefix([3], capacity=4, prefix=prefix)
+        with pytest.raises(ValueError, match="prefix is of a model with other weights, or in another dtype"):
+            Batch(other, rows=1, capacity=4).join([3], prefix=prefix)
+    with pytest.raises(CheckpointError, match="is a folder; give the name of a file in it"):
+        prefix.save(tmp_path)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("beside", [{}, {"rope_theta": 10_000.0, "rope_type": "default"}])
+def test_rope_scaling_counts_beside_rope_parameters(beside: dict[str, Any]) -> None:
+    """As in transformers, which writes one of them and reads both."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    read = Config({"rope_theta": 10_000.0, "rope_scaling": scaling, "rope_parameters": beside}).rope()
+    assert read == {"rope_theta": 10_000.0, "rope_fraction": 1.0, "rope_scaling": Yarn(4.0, 32)}
+    with pytest.raises(CheckpointError, match="rope_type='foo' is not known"):
+        Config({"rope_scaling": {"rope_type": "foo"}, "rope_parameters": beside}).rope()
+
+
 @pytest.mark.slow
 def test_stop_tokens_end_a_row() -> None:
     model, golden = held("qwen3")
@@ -277,15 +307,20 @@ def copy(tmp_path: Path, **changed: Any) -> Path:
     ("changed", "told"),
     [
         ({"model_type": "gpt2"}, "model_type='gpt2' is not known; known are qwen3, qwen3_moe"),
-        ({"num_hidden_layers": 4}, r"'model.layers.3.input_layernorm.weight'"),
-        ({"num_hidden_layers": 2}, "11 tensors that a qwen3 of this config does not use, such as 'model.layers.2"),
+        ({"num_hidden_layers": 4, "layer_types": None}, r"'model.layers.3.input_layernorm.weight'"),
+        ({"num_hidden_layers": 10**6, "layer_types": None}, r"'model.layers.3.input_layernorm.weight'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers, and num_hidden_layers=3"),
+        (
+            {"num_hidden_layers": 2, "layer_types": None},
+            "11 tensors that a qwen3 of this config does not use, such as 'model.layers.2",
+        ),
         ({"intermediate_size": 96}, r"gate_proj.weight has shape \[128, 64\] and this layer needs \[96, 64\]"),
         ({"vocab_size": 300}, r"has shape \[320, 64\] and config.json says \[300, 64\]"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not known"),
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu' is"),
         (
-            {"layer_types": ["sliding_attention"] * 2},
+            {"layer_types": ["sliding_attention"] * 3},
             "layer_types has 'sliding_attention'; only 'full_attention' is supported",
         ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
@@ -363,6 +398,16 @@ def test_bad_ids_and_options() -> None:
         model.generate([[1]], 2, temperature=-1)
     with pytest.raises(ValueError, match=r"stop_tokens=\['a'\] must be a list of ids"):
         generation.generate(model, [[1]], 2, Sampling(), stop_tokens=["a"])
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=r"seed=.* must be an integer from 0 to 4294967295"):
+            model.generate([[1]], 2, seed=seed)
+        with pytest.raises(ValueError, match=r"seed=.* must be an integer from 0 to 4294967295"):
+            Batch(model, rows=1, capacity=4).join([1], seed=seed)
+    for segments in (np.zeros((1, 3), int), np.zeros(4, int), np.zeros((2, 4))):
+        with pytest.raises(
+            ValueError, match=r"segment_ids is .*; it must be integers \[B, T\] = \[2, 4\], as input_ids"
+        ):
+            model(np.zeros((2, 4), int), segment_ids=segments)
     with pytest.raises(ValueError, match="capacity=0 must be a positive integer"):
         Batch(model, rows=1, capacity=0)
     with pytest.raises(ValueError, match="the prompt has 3 tokens, and capacity=3 has no room for one more"):

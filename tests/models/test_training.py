@@ -21,6 +21,7 @@ pytest.importorskip("orbax.checkpoint")
 
 from tilewright import models
 from tilewright.models import lora, training
+from tilewright.models.checkpoint import CheckpointError
 from tilewright.models.data import Documents, Rows, batches
 from tilewright.models.objective import Objective, gradients_of
 from tilewright.models.train_config import LoraTable, TrainConfig, TrainConfigError
@@ -130,6 +131,7 @@ def test_a_run_is_the_same_from_every_working_directory(tmp_path: Path, monkeypa
         ({"data": {"text": []}}, r"\[data\] needs one of text \(a list of files\) and tokens"),
         ({"model": {}}, r"\[model\] needs one of config \(a table\) and path"),
         ({"model": {"config": TINY, "pretrained": True}}, r"\[model\] pretrained=true needs a path"),
+        ({"mesh": {"data": 0}}, r"\[mesh\] data=0 must be positive, or -1 for the devices that are left"),
         ({"optimizer": {"learning_rate": -1}}, r"\[optimizer\] learning_rate=-1.0 must be 0 or more"),
         ({"optimizer": {"b1": 1.0}}, r"\[optimizer\] b1=1.0 must be less than 1"),
         ({"lora": {"rank": 2}}, r"\[lora\] has no alpha, which it needs"),
@@ -142,15 +144,23 @@ def test_mistakes_in_a_file_are_one_line(tmp_path: Path, changed: dict[str, Any]
     assert "\n" not in str(error.value)
 
 
+def test_mistakes_in_the_config_of_a_model_name_its_table(tmp_path: Path) -> None:
+    misspelt = {"num_hiden_layers" if key == "num_hidden_layers" else key: TINY[key] for key in TINY}
+    told = r"^\[model.config\] has no 'num_hidden_layers'; .*; is 'num_hiden_layers' a misspelling of it\?$"
+    with pytest.raises(CheckpointError, match=told):
+        Training(config_of(tmp_path, model={"config": misspelt}), tmp_path / "run")
+
+
 def test_schedules(tmp_path: Path) -> None:
     def rates(**table: Any) -> list[float]:
         config = config_of(tmp_path, optimizer={"learning_rate": 1.0, "final_fraction": 0.2, **table})
-        rate = training.schedule_of(config.optimizer, 10)
-        return [float(rate(step)) for step in range(11)]
+        rate = training.schedule_of(config.optimizer, 9)
+        return [float(rate(step)) for step in range(9)]
 
-    assert rates(schedule="constant", warmup_steps=2) == [0.5] + [1.0] * 10
-    np.testing.assert_allclose(rates(schedule="linear")[::5], [1.0, 0.6, 0.2], rtol=1e-6)
-    np.testing.assert_allclose(rates(schedule="cosine", warmup_steps=4)[3::7], [1.0, 0.2], rtol=1e-6)
+    assert rates(schedule="constant", warmup_steps=2) == [0.5] + [1.0] * 8
+    np.testing.assert_allclose(rates(schedule="linear")[::4], [1.0, 0.6, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(rates(schedule="cosine", warmup_steps=4)[3::5], [1.0, 0.2], rtol=1e-6)
+    assert rates(schedule="cosine", warmup_steps=8)[7:] == pytest.approx([1.0, 0.2])
 
 
 def made(family: str = "") -> tuple[Any, Any]:

@@ -23,7 +23,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="of the random numbers")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     quantize: Annotated[str | None, typer.Option(help="int8, int4 or float8_e4m3fn weights")] = None,
-    capacity: Annotated[int | None, typer.Option(help="tokens that the cache of a chat has room for")] = None,
+    capacity: Annotated[
+        int | None, typer.Option(help="tokens that the cache has room for; 8192 for a chat, else as many as it needs")
+    ] = None,
 ) -> None:
     """Generate text from a checkpoint, printed token by token."""
     from tilewright import models
@@ -31,11 +33,15 @@ def generate(
 
     if sum([prompt is not None, ids is not None, interactive]) != 1:
         raise Mistake("give one of --prompt, --ids and --interactive")
+    if chat and prompt is None:
+        raise Mistake("--chat is for a --prompt: ids are read as they are, and --interactive is a chat")
     with arguments():
         sampling = models.Sampling(temperature, top_k, top_p)
         if max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens {max_new_tokens} must be at least 1")
         tokenizer = None if ids is not None else Tokenizer(model_dir)
+        if (chat or interactive) and tokenizer is not None and not tokenizer.has_chat_template:
+            raise ValueError(f"{model_dir} has no chat template; use --prompt without --chat, whose text it continues")
         given = _ids(ids) if ids is not None else None
         model = models.load(model_dir, dtype=dtype, quantize=quantize)
         stops = stop_tokens(model_dir)
@@ -50,7 +56,13 @@ def generate(
         _converse(model, tokenizer, sampling, stops, seed, max_new_tokens, capacity or 8192)
         return
     with arguments():
-        room = len(prompt_ids) + max_new_tokens if capacity is None else capacity
+        needed = len(prompt_ids) + max_new_tokens
+        room = needed if capacity is None else capacity
+        if room < needed:
+            raise ValueError(
+                f"--capacity {room} is too small for {len(prompt_ids)} tokens and --max-new-tokens {max_new_tokens}; use "
+                f"--capacity {needed}, or leave it out"
+            )
         batch = models.Batch(model, rows=1, capacity=room, sampling=sampling)
         row = batch.join(prompt_ids, seed=seed)
     if tokenizer is not None and not chat:
@@ -95,8 +107,6 @@ def _converse(
     from tilewright import models
 
     messages: list[dict[str, str]] = []
-    with arguments():
-        tokenizer.chat([{"role": "user", "content": ""}])
     while True:
         try:
             line = input("> ")
@@ -108,9 +118,13 @@ def _converse(
         with arguments():
             batch = models.Batch(model, rows=1, capacity=capacity, sampling=sampling)
             asked = tokenizer.chat(messages)
+            if len(asked) >= capacity:
+                raise ValueError(
+                    f"the chat has {len(asked)} tokens, all of its --capacity {capacity}; use a larger one"
+                )
             row = batch.join(asked, seed=seed + len(messages))
         answer = ""
-        for piece in _streamed(batch, row, tokenizer, stops, most, asked):
+        for piece in _streamed(batch, row, tokenizer, stops, min(most, capacity - len(asked)), asked):
             answer += piece
             sys.stdout.write(piece)
             sys.stdout.flush()

@@ -8,8 +8,8 @@ ids = model.generate(input_ids, max_new_tokens=32)
 from tilewright.models import checkpoint as checkpoint
 from tilewright.models.checkpoint import CheckpointError as CheckpointError
 from tilewright.models.generation import Batch as Batch
-from tilewright.models.generation import Prefix as Prefix
 from tilewright.models.generation import Sampling as Sampling
 from tilewright.models.loading import init as init
 from tilewright.models.loading import load as load
 from tilewright.models.model import Model as Model
+from tilewright.models.prefix import Prefix as Prefix

@@ -60,6 +60,8 @@ class SafetensorsFile:
         if not isinstance(header, dict):
             raise CheckpointError(f"{path} is not a safetensors file: its header is a {type(header).__name__}")
         self._start = _LENGTH.size + length
+        told = header.get("__metadata__")
+        self.metadata: dict[str, Any] = told if isinstance(told, dict) else {}
         self.tensors: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}
         for name, entry in header.items():
             if name == "__metadata__":
@@ -156,11 +158,19 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return sorted(set(self._where) - self.read)
 
 
-def write(path: Path, shapes: Mapping[str, tuple[Any, tuple[int, ...]]], tensors: Iterable[tuple[str, Any]]) -> None:
+def write(
+    path: Path,
+    shapes: Mapping[str, tuple[Any, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, Any]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Writes a safetensors file. `shapes` has the dtype and shape of each tensor; `tensors` come in the same order, one at
     a time. The file appears under its name when it is whole.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder; give the name of a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, (dtype, shape) in shapes.items():
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

@@ -1,5 +1,6 @@
 """A model's config.json: its values by key, with errors that name what is missing or unknown."""
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from tilewright.models.checkpoint import CheckpointError
 from tilewright.ops.rope.api import Linear, Llama3, Yarn
 
 _MISSING = object()
+_MISSPELT = 0.9  # Of 1: key heads and value heads are not taken for each other.
 
 
 class Config:
@@ -42,7 +44,9 @@ class Config:
                 return value
         if default is not _MISSING:
             return default
-        raise CheckpointError(f"{self.path} has no {keys[0]!r}; a model of type {self.model_type!r} needs it")
+        alike = difflib.get_close_matches(keys[0], self.values, n=1, cutoff=_MISSPELT)
+        hint = f"; is {alike[0]!r} a misspelling of it?" if alike else ""
+        raise CheckpointError(f"{self.path} has no {keys[0]!r}; a model of type {self.model_type!r} needs it{hint}")
 
     def count(self, *keys: str) -> int:
         """A positive integer."""
@@ -84,13 +88,13 @@ class Config:
     def rope(self) -> dict[str, Any]:
         """`rope_theta`, `rope_fraction` and `rope_scaling` of an `Attention` layer."""
         values = dict(self.values)
-        for key in ("rope_scaling", "rope_parameters"):
+        for key in ("rope_parameters", "rope_scaling"):  # Where both are there, the latter counts, as in transformers.
             given = self.get(key, default={})
             if not isinstance(given, dict):
                 raise CheckpointError(f"{self.path}: {key}={given!r} must be an object")
-            values |= given
+            values |= {"rope_type": given["type"]} | given if "type" in given else given
         inner = Config(values, self.path)
-        kind = inner.get("rope_type", "type", default="default")
+        kind = inner.get("rope_type", default="default")
         theta = float(inner.get("rope_theta", default=10_000.0))
         fraction = float(inner.get("partial_rotary_factor", default=1.0))
         return {"rope_theta": theta, "rope_fraction": fraction, "rope_scaling": _scaling(kind, inner)}

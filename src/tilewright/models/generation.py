@@ -8,26 +8,27 @@ lengths of their own, so a batch may hold prompts of different lengths, and rows
 knows after a prefix is a value (`Prefix`) that can be kept, saved, and continued from any number of times.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from tilewright.core.arguments import is_integer, shown
 from tilewright.core.partitioning import explicit_axes, placed
-from tilewright.models import checkpoint
 from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, initial_states, logits_of, room
+from tilewright.models.prefix import Prefix, fingerprint
 
 DATA = "data"
 FIRST_PIECE = 8192
 PIECE = 512
+_SEEDS = 1 << 32
 
 
 def _is_number(value: Any) -> bool:
@@ -164,60 +165,37 @@ def continued(
     return placed(tokens, [(), ()]), placed(counts, [()]), states
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("logits", "states"), meta_fields=("ids",))
-@dataclass(frozen=True)
-class Prefix:
-    """A model's states after some tokens, and the logits of the token that follows: for one row."""
-
-    ids: tuple[int, ...]
-    logits: Any  # [1, V]
-    states: Any
-
-    @property
-    def capacity(self) -> int | None:
-        """The tokens that its caches have room for; None where no layer has a cache that ends."""
-        sizes = {leaf.shape[2] for path, leaf in state_leaves(self.states) if path.endswith(CACHES)}
-        return min(sizes, default=None)
-
-    def save(self, path: str | Path) -> None:
-        """Writes it as one safetensors file."""
-        tensors = {"ids": np.asarray(self.ids, np.int32), "logits": self.logits} | dict(state_leaves(self.states))
-        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        checkpoint.write(Path(path), shapes, tensors.items())
-
-    @staticmethod
-    def load(path: str | Path, model: Any) -> "Prefix":
-        """The prefix that `save` wrote, for the same model."""
-        if not Path(path).is_file():
-            raise checkpoint.CheckpointError(f"{path} is not a file; pass one that Prefix.save wrote")
-        file = checkpoint.SafetensorsFile(Path(path))
-        if not {"ids", "logits"} <= set(file.tensors):
-            raise checkpoint.CheckpointError(f"{path} is not a prefix that Prefix.save wrote")
-        logits = jnp.asarray(file.read("logits"))
-        sizes = {shape[2] for name, (_, shape, _) in file.tensors.items() if name.endswith(CACHES)}
-        states = jax.eval_shape(lambda: initial_states(model.architecture, 1, min(sizes, default=1), model.dtype))
-        wanted = dict(state_leaves(states))
-        for name, leaf in wanted.items():
-            if name not in file.tensors or file.tensors[name][1] != leaf.shape:
-                raise checkpoint.CheckpointError(
-                    f"{path} has no {name} of {list(leaf.shape)}: it is another model's prefix"
-                )
-        read = [jnp.asarray(file.read(name)).astype(leaf.dtype) for name, leaf in wanted.items()]
-        ids = tuple(int(token) for token in file.read("ids"))
-        return Prefix(ids, logits, jax.tree.unflatten(jax.tree.structure(states), read))
-
-
-CACHES = (".keys", ".values", ".latents")
-"""How the names of leaves end that have an axis of tokens."""
-
-
-def state_leaves(states: Any) -> list[tuple[str, Any]]:
-    """The leaves of states by their names."""
-    return [(f"states{jax.tree_util.keystr(path)}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(states)]
-
-
 def read_prefix(model: Any, ids: Sequence[int], capacity: int, prefix: Prefix | None = None) -> Prefix:
     """What the model knows after `ids`, or after a prefix and `ids`, with caches for `capacity` tokens."""
+    of = fingerprint(model)
+    if prefix is not None:
+        prefix = _own(model, prefix, of)
+    return dataclasses.replace(_read_after(model, ids, capacity, prefix), model=of)
+
+
+def _own(model: Any, prefix: Any, of: str | None) -> Prefix:
+    """The prefix, on the model's mesh. Raises where it is another model's; `of` is the fingerprint of this one."""
+    if not isinstance(prefix, Prefix):
+        raise ValueError(f"prefix={prefix!r} must be a Prefix, which model.read_prefix and Prefix.load return")
+    if None not in (of, prefix.model) and prefix.model != of:
+        raise ValueError(
+            "prefix is of a model with other weights, or in another dtype; use one that this model's read_prefix made"
+        )
+    mesh = jax.typeof(model.weights.embedding).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(prefix)):
+        return prefix
+    mesh = model.weights.embedding.sharding.mesh
+    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    read = functools.partial(next_logits, model.architecture, capacity=prefix.capacity or 1)
+    _, like = jax.eval_shape(read, model.weights, ids)
+    states = jax.tree.map(
+        lambda leaf, own: jax.device_put(leaf, NamedSharding(mesh, own.sharding.spec)), prefix.states, like
+    )
+    return dataclasses.replace(prefix, states=states)
+
+
+def _read_after(model: Any, ids: Sequence[int], capacity: int, prefix: Prefix | None) -> Prefix:
+    """See `read_prefix`, without a word about whose prefix it is."""
     tokens = np.asarray(ids)
     before = 0 if prefix is None else len(prefix.ids)
     if prefix is not None and prefix.capacity not in (None, room(capacity)):
@@ -259,6 +237,8 @@ class Batch:
         for name, value in (("rows", rows), ("capacity", capacity)):
             if not is_integer(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling={sampling!r} must be a Sampling, such as Sampling(temperature=0.7)")
         self._model, self._capacity, self._sampling = model, capacity, sampling
         with model.on_mesh():
             self._states = initial_states(model.architecture, rows, capacity, model.dtype)
@@ -266,6 +246,10 @@ class Batch:
         self._keys = jax.random.split(jax.random.key(0), rows)
         self._ids: dict[int, list[int]] = {}
         self._steps = np.zeros(rows, np.int32)
+
+    @functools.cached_property
+    def _fingerprint(self) -> str | None:
+        return fingerprint(self._model)
 
     @property
     def free(self) -> list[int]:
@@ -276,12 +260,15 @@ class Batch:
         """Reads a prompt, or what follows a prefix, into a free row and returns the row."""
         if not self.free:
             raise ValueError(f"all {len(self._steps)} rows are taken; let one leave, or make the batch with more rows")
+        check_seed(seed)
         row = self.free[0]
         with self._model.on_mesh():
             return self._join(row, prompt, seed, prefix)
 
     def _join(self, row: int, prompt: Sequence[int], seed: int, prefix: Prefix | None) -> int:
-        own = read_prefix(self._model, prompt, self._capacity, prefix)
+        if prefix is not None:
+            prefix = _own(self._model, prefix, self._fingerprint)
+        own = _read_after(self._model, prompt, self._capacity, prefix)
         if len(own.ids) >= self._capacity:
             raise ValueError(
                 f"the prompt has {len(own.ids)} tokens, and capacity={self._capacity} has no room for one more; make the "
@@ -291,7 +278,7 @@ class Batch:
         states = jax.tree.map(lambda whole, own: placed(whole, explicit_axes(own)), self._states, own.states)
         self._states = _insert(states, own.states, jnp.int32(row))
         self._logits = self._logits.at[row].set(placed(own.logits[0], [()]))
-        self._keys = self._keys.at[row].set(jax.random.key(seed))
+        self._keys = self._keys.at[row].set(_key(seed))
         self._ids[row], self._steps[row] = list(own.ids), 0
         return row
 
@@ -332,8 +319,7 @@ def generate(
     """See `Model.generate`."""
     if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer, 0 or more")
-    if not is_integer(seed):
-        raise ValueError(f"seed={seed!r} must be an integer")
+    check_seed(seed)
     if not isinstance(stop_tokens, tuple | list) or not all(map(is_integer, stop_tokens)):
         raise ValueError(f"stop_tokens={stop_tokens!r} must be a list of ids, such as [2]")
     stop_tokens = tuple(map(int, stop_tokens))
@@ -361,13 +347,35 @@ def generate(
     if max_new_tokens == 0:
         return np.stack(prompts) if rectangular else prompts
     logits, states = _read_prompts(model, prompts, most)
-    keys = jnp.stack([jax.random.key(seed + row) for row in range(len(prompts))])
+    keys = jnp.stack([_key(seed + row) for row in range(len(prompts))])
     tokens, counts, _ = continued(
         model.architecture, model.weights, (logits, keys), states, max_new_tokens, sampling, stop_tokens
     )
     tokens, counts = np.asarray(tokens), np.asarray(counts)
     rows = [np.concatenate([row, tokens[n, : counts[n]]]) for n, row in enumerate(prompts)]
     return np.stack(rows) if rectangular and not stop_tokens else rows
+
+
+def check_seed(seed: Any) -> None:
+    """Raises unless random numbers can be drawn with it: more bits would be cut off."""
+    if not is_integer(seed) or not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed={seed!r} must be an integer from 0 to {_SEEDS - 1}")
+
+
+def _key(seed: int) -> jax.Array:
+    return jax.random.key(np.uint32(int(seed) % _SEEDS))
+
+
+def checked_segments(segment_ids: Any, ids: jax.Array) -> jax.Array | None:
+    """The segments of ids [B, T] as an array; raises where they are not integers of that shape."""
+    if segment_ids is None:
+        return None
+    segments = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
+    if segments.shape != ids.shape or not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids is {shown(segments)}; it must be integers [B, T] = {list(ids.shape)}, as input_ids"
+        )
+    return jnp.asarray(segments)
 
 
 def checked_ids(input_ids: Any, vocab_size: int) -> jax.Array:

@@ -161,6 +161,8 @@ class _Loader:
 
     def weights(self) -> ModelWeights:
         architecture, prefix = self._architecture, self._architecture.prefix
+        for number in range(len(architecture.blocks)):  # Before there is room for all of them.
+            self._check_there(f"{prefix}layers.{number}.input_layernorm.weight")
         d, vocabulary = architecture.d_model, architecture.vocab_size
         head = None
         if not architecture.tied:
@@ -189,9 +191,12 @@ class _Loader:
 
         return jax.tree_util.tree_map_with_path(zeros, own)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+    def _check_there(self, name: str) -> None:
         if name not in self._checkpoint:
             raise CheckpointError(f"{self._checkpoint.folder} has no tensor {name!r}")
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        self._check_there(name)
         if self._checkpoint.shape(name) != shape:
             found = list(self._checkpoint.shape(name))
             raise CheckpointError(f"{name} has shape {found} and config.json says {list(shape)}")

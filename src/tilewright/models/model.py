@@ -20,6 +20,7 @@ from tilewright.core.quantized import QuantizedArray
 from tilewright.models import checkpoint, generation
 from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, logits_of
 from tilewright.models.block import Block
+from tilewright.models.prefix import Prefix
 from tilewright.models.sharding import check_mesh, rules_of
 from tilewright.parallel.mesh import auto_axes
 from tilewright.parallel.rules import Rules
@@ -51,7 +52,7 @@ class Model:
         error where the ids are known, and gives NaN where they are traced.
         """
         ids = generation.checked_ids(input_ids, self.architecture.vocab_size)
-        segments = None if segment_ids is None else jnp.asarray(segment_ids)
+        segments = generation.checked_segments(segment_ids, ids)
         return _logits(self.architecture, self.weights, ids, segments)
 
     def generate(
@@ -78,7 +79,7 @@ class Model:
           top_p: draws from the most probable tokens only whose probabilities sum to at least this. With top_k it is of the
             tokens that top_k leaves, whose probabilities are normalised first.
           stop_tokens: ids after which a row ends. The stop token is part of the result.
-          seed: of the random numbers; row i draws with seed + i, whatever its neighbours are.
+          seed: of the random numbers, from 0 to 2**32 - 1; row i draws with seed + i, whatever its neighbours are.
           capacity: the tokens that the cache has room for; by default as many as this call needs.
 
         Returns:
@@ -115,9 +116,7 @@ class Model:
         check_mesh(self.architecture, mesh)
         return dataclasses.replace(self, weights=self.rules().placed(self.weights, mesh))
 
-    def read_prefix(
-        self, ids: Sequence[int], *, capacity: int, prefix: generation.Prefix | None = None
-    ) -> generation.Prefix:
+    def read_prefix(self, ids: Sequence[int], *, capacity: int, prefix: Prefix | None = None) -> Prefix:
         """What the model knows after `ids`, or after a prefix and `ids`: a value to keep, save and continue from.
 
         `capacity` is the number of tokens that the caches have room for. `Batch.join(..., prefix=...)` continues from it.

@@ -24,7 +24,11 @@ def attention(config: Config) -> Attention:
 
 def check_layer_types(config: Config) -> None:
     """Raises where a layer is of another kind than attention to all tokens, such as that to a window."""
-    for kind in config.get("layer_types", default=[]):
+    count = config.count("num_hidden_layers")
+    kinds = config.get("layer_types", default=["full_attention"] * count)
+    if len(kinds) != count:
+        raise CheckpointError(f"{config.path}: layer_types has {len(kinds)} layers, and num_hidden_layers={count}")
+    for kind in kinds:
         if kind != "full_attention":
             raise CheckpointError(f"{config.path}: layer_types has {kind!r}; only 'full_attention' is supported")
 

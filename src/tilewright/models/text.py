@@ -13,6 +13,8 @@ class Tokenizer:
     def __init__(self, folder: str | Path):
         folder = Path(folder)
         path = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; pass the one that has config.json and tokenizer.json")
         if not path.exists():
             other = (
                 "; tiktoken.model needs code of the checkpoint, which is never run"
@@ -52,7 +54,7 @@ class Tokenizer:
         The template is text of the checkpoint. It is rendered in a sandbox that can neither import nor call anything.
         """
         if not self.has_chat_template:
-            raise CheckpointError("this checkpoint has no chat template; leave out --chat")
+            raise CheckpointError("this checkpoint has no chat template, as instructed models have; give it plain text")
         try:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:

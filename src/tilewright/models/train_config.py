@@ -178,6 +178,11 @@ class MeshTable:
     context: int = 1
     """Parts of every sequence."""
 
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1 and size != -1:
+                raise TrainConfigError(f"{name}={size} must be positive, or -1 for the devices that are left")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTable:

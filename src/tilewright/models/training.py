@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from tilewright.layers.attention import Attention
 from tilewright.layers.kimi_delta_attention import KimiDeltaAttention
@@ -38,11 +38,11 @@ from tilewright.models import lora
 from tilewright.models.architecture import Architecture, ModelWeights
 from tilewright.models.config import Config
 from tilewright.models.data import Documents, batches
-from tilewright.models.loading import init, load
+from tilewright.models.loading import architecture_of, init, load
 from tilewright.models.model import Model
 from tilewright.models.objective import Objective, cast, gradients_of
 from tilewright.models.sharding import check_mesh, check_stages
-from tilewright.models.train_config import LoraTable, OptimizerTable, TrainConfig, TrainingError, TrainTable
+from tilewright.models.train_config import LoraTable, MeshTable, OptimizerTable, TrainConfig, TrainingError, TrainTable
 from tilewright.parallel.mesh import MeshError, make_mesh
 from tilewright.parallel.pipeline import PIPELINE, Pipeline
 from tilewright.parallel.processes import is_first, wait_for_all
@@ -94,7 +94,9 @@ def schedule_of(table: OptimizerTable, steps: int) -> Callable[[Any], Any]:
     def rate(step: Any) -> Any:
         step = jnp.asarray(step, jnp.float32)
         warm = jnp.minimum(1.0, (step + 1.0) / max(table.warmup_steps, 1))
-        passed = jnp.clip((step - table.warmup_steps) / max(steps - table.warmup_steps, 1), 0.0, 1.0)
+        # From the last step of the warm-up, or the first of all, to the last.
+        begun = max(table.warmup_steps, 1) - 1
+        passed = jnp.clip((step - begun) / max(steps - 1 - begun, 1), 0.0, 1.0)
         left = {
             "constant": jnp.ones(()),
             "linear": 1.0 - passed,
@@ -221,6 +223,13 @@ def _random_model(config: str, dtype: str, mesh: Any) -> Callable[[Any], Model]:
     return jax.jit(drawn, out_shardings=shapes.rules().shardings(shapes, mesh))
 
 
+def _mesh_of(table: MeshTable) -> Mesh:
+    try:
+        return make_mesh(**vars(table))
+    except MeshError as error:
+        raise MeshError(f"[mesh] {error}") from error
+
+
 @dataclass(frozen=True)
 class _Done:
     """A step that is complete, and where the data goes on after it."""
@@ -238,7 +247,7 @@ class Training:
         import orbax.checkpoint as ocp
 
         self.config, self.folder = config, Path(folder).resolve()
-        self.mesh = None if config.mesh is None else make_mesh(**vars(config.mesh))
+        self.mesh = None if config.mesh is None else _mesh_of(config.mesh)
         if self.mesh is not None:
             check_rows(config, self.mesh)
         elif self.num_processes > 1:
@@ -409,8 +418,10 @@ class Training:
         if table.pretrained:
             model = load(str(table.path), dtype=dtype, mesh=self.mesh)
         else:
-            values = table.config if table.config is not None else Config.read(Path(str(table.path))).values
-            model = _random_model(json.dumps(values), dtype, self.mesh)(for_model)
+            in_file = table.config
+            read = Config.read(Path(str(table.path))) if in_file is None else Config(in_file, "[model.config]")
+            architecture_of(read)  # Its errors name the table.
+            model = _random_model(json.dumps(read.values), dtype, self.mesh)(for_model)
         if config.lora is None:
             return model, None, cast(model.architecture, model.weights, "float32")
         factors = lora.init(model.architecture, config.lora, for_factors)

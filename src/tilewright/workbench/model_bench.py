@@ -36,6 +36,7 @@ from tilewright.models.architecture import Architecture, initial_states
 from tilewright.models.config import Config
 from tilewright.models.loading import architecture_of, init
 from tilewright.models.model import Model
+from tilewright.models.prefix import CACHES, state_leaves
 from tilewright.workbench.bench import Metrics, Timing, compiled_memory
 from tilewright.workbench.peers.beside import answered
 from tilewright.workbench.peers.registry import Peer
@@ -331,9 +332,9 @@ def decode_bytes(subject: Subject, workload: Workload) -> float:
     held = workload.tokens + _NEW_TOKENS // 2  # The mean over the steps.
     dtype = jnp.dtype(subject.dtype)
     states = jax.eval_shape(lambda: initial_states(architecture, batch, held, dtype))
-    for name, leaf in generation.state_leaves(states):
+    for name, leaf in state_leaves(states):
         # A cache is read up to its length, and a state is read and written.
-        total += _bytes(leaf) * (held / leaf.shape[2] if name.endswith(generation.CACHES) else 2)
+        total += _bytes(leaf) * (held / leaf.shape[2] if name.endswith(CACHES) else 2)
     return total
 
 
@@ -401,7 +402,7 @@ def _decode(subject: Subject, workload: Workload) -> _Prepared:
     arguments = (model.architecture, model.weights, start, states, _NEW_TOKENS, generation.Sampling(), ())
     compiled, metrics = _compiled(generation.continued.lower(*arguments), model.weights)
     structure = jax.tree.structure(states)
-    is_length = [name.endswith(".length") for name, _ in generation.state_leaves(states)]
+    is_length = [name.endswith(".length") for name, _ in state_leaves(states)]
 
     def run() -> Any:
         nonlocal states

@@ -15,7 +15,7 @@ from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import QuantizedArray, dequantize, grouped_matmul, quantize
 from tilewright.core.case import Case
 from tilewright.core.dispatch import find_op
-from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
+from tilewright.ops.grouped_matmul.call import MOST_MASKED, GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.cases import _case
 
 IMPLEMENTATIONS = find_op("grouped_matmul").implementations
@@ -79,7 +79,7 @@ def test_agrees_with_ragged_dot() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@implementations(*(name for name in IMPLEMENTATIONS if name != "reference"))
+@every_implementation
 def test_a_group_never_sees_another_s_rows(implementation: str) -> None:
     """NaN in every other group, and past the last one: values and gradients of the first group keep their bits."""
     dtype = "bfloat16" if implementation == "pallas_gpu" else "float32"
@@ -119,6 +119,42 @@ def test_sizes_that_sum_past_the_rows_give_nan(implementation: str) -> None:
         for sizes, right in (([30, 0, 11], False), ([50, -20, 0], False), ([30, 0, 8], True)):
             for result in run(jnp.array(sizes)):
                 assert (np.isfinite if right else np.isnan)(np.asarray(result, np.float32)).all()
+
+
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "m", "right"),
+    [
+        ([2**24 + 3, 2], 2**24 + 5, True),  # What float32 rounds up, and down.
+        ([2**24, 1], 2**24, False),
+        ([LARGEST - 1, 1], LARGEST, True),
+        ([LARGEST - 1, 1], LARGEST - 1, False),
+        ([LARGEST, LARGEST], 100, False),  # -2 in 32 bits
+        ([LARGEST, LARGEST, 5], 100, False),  # 3 in 32 bits
+        ([LARGEST, 3, -1], LARGEST, False),
+    ],
+)
+def test_sums_of_sizes_are_exact(sizes: list[int], m: int, right: bool) -> None:
+    """From the sizes alone: nothing has m rows. Starts are in order and inside of the rows, whatever the sizes are."""
+    sizes += [0] * (4 - len(sizes))
+    given = jnp.array(sizes, jnp.int32)
+    assert np.isnan(poison(given, m)) == (not right)
+    want = np.minimum(np.cumsum([0, *np.maximum(sizes, 0)]), m)
+    np.testing.assert_array_equal(group_starts(given, m), want)
+    many = jnp.concatenate([jnp.zeros(MOST_MASKED, jnp.int32), given])
+    np.testing.assert_array_equal(group_starts(many, m)[MOST_MASKED:], want)
+
+
+def test_sizes_of_64_bits_are_not_cut_to_32() -> None:
+    with jax.enable_x64(True):
+        x, w = jnp.ones((6, 4), jnp.float32), jnp.ones((2, 4, 3), jnp.float32)
+        run = jax.jit(grouped_matmul)
+        for sizes, right in (([2**32 + 2, 3], False), ([3, 2 - 2**32], False), ([2, 3], True)):
+            assert (np.isfinite if right else np.isnan)(run(x, w, jnp.array(sizes))).all()
+        with pytest.raises(ValueError, match="group_sizes sum to 18446744073709551614 and x has 6 rows"):
+            grouped_matmul(x, w, jnp.array([2**63 - 1, 2**63 - 1]))
 
 
 @pytest.mark.parametrize(

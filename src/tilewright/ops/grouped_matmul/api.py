@@ -82,7 +82,7 @@ def grouped_matmul(
     call = GroupedMatmulCall(
         x=x_values,
         w=w_values.reshape(groups, rows, parts, n),
-        group_sizes=sizes.astype(jnp.int32),
+        group_sizes=_as_int32(sizes),
         x_scales=x_scales,
         w_scales=w_scales,
         activation=activation,
@@ -92,6 +92,12 @@ def grouped_matmul(
     if 0 in (*x_values.shape, *w_values.shape):
         return OP.run(call, implementation="reference", config=None)
     return OP.run(call, implementation=implementation, config=config)
+
+
+def _as_int32(sizes: jax.Array) -> jax.Array:
+    """The sizes as int32. Those that it cannot hold stay too large or negative, so that y is NaN: a cast would cut them."""
+    largest, own = jnp.iinfo(jnp.int32).max, jnp.iinfo(sizes.dtype)
+    return (jnp.clip(sizes, max(own.min, -1), largest) if own.max > largest else sizes).astype(jnp.int32)
 
 
 def _validate(
@@ -128,11 +134,11 @@ def _validate(
     if sizes.shape[0] != shape[0]:
         raise ValueError(f"group_sizes has {sizes.shape[0]} groups and w has {shape[0]} matrices; they must be equal")
     if not isinstance(sizes, Tracer) and sizes.is_fully_addressable:
-        known = np.asarray(sizes).astype(np.int64)
-        if (known < 0).any():
-            raise ValueError(f"group_sizes[{int(np.argmax(known < 0))}] is negative; a group without rows has size 0")
-        if known.sum() > x_values.shape[0]:
+        known = np.asarray(sizes).tolist()  # Python's integers: their sum cannot overflow.
+        if negative := [group for group, size in enumerate(known) if size < 0]:
+            raise ValueError(f"group_sizes[{negative[0]}] is negative; a group without rows has size 0")
+        if sum(known) > x_values.shape[0]:
             raise ValueError(
-                f"group_sizes sum to {known.sum()} and x has {x_values.shape[0]} rows; they must sum to at most that: pass "
+                f"group_sizes sum to {sum(known)} and x has {x_values.shape[0]} rows; they must sum to at most that: pass "
                 f"all the rows of every group, sorted by group"
             )

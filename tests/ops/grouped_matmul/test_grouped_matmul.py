@@ -157,6 +157,14 @@ def test_sizes_of_64_bits_are_not_cut_to_32() -> None:
             grouped_matmul(x, w, jnp.array([2**63 - 1, 2**63 - 1]))
 
 
+@implementations("xla", "reference")
+def test_gradients_stop_at_quantised_weights(implementation: str) -> None:
+    w, sizes = quantize(draw(2, 8, 4), "float8_e4m3fn"), jnp.array([1, 2])
+    product = functools.partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
+    gradients = jax.grad(lambda w: jnp.sum(product(draw(3, 8, seed=1), w)))(w)
+    assert not any(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(gradients))
+
+
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
@@ -189,6 +197,10 @@ def test_swiglu_takes_gates_and_values_as_an_axis() -> None:
         (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([4])), "has 1 groups and w has 2 matrices"),
         (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([2.0, 2.0])), r"jnp.bincount\(group_of_row, length=G\)"),
         (lambda: (draw(4, 8), draw(2, 3, 8), jnp.array([2, 2])), r"pass w.swapaxes\(1, 2\)"),
+        (
+            lambda: (draw(4, 8), quantize(draw(2, 4, 8), "int4"), jnp.array([2, 2])),
+            r"it looks transposed: quantise the float matrix as quantize\(w.swapaxes\(1, 2\), 'int4'\)",
+        ),
         (lambda: (draw(1, 4, 8), draw(2, 8, 3), jnp.array([2, 2])), r"x.reshape\(-1, K\)"),
         (lambda: (jnp.ones((4, 8), int), draw(2, 8, 3), jnp.array([2, 2])), r"x.astype\(jnp.bfloat16\)"),
         (lambda: (draw(4, 8), draw(0, 8, 3), []), r"group_sizes is float32\[0\]; .*jnp.zeros\(0, jnp.int32\)"),

@@ -20,6 +20,7 @@ from tilewright.core.quantized import (
     check_parts,
     result_dtype,
     stored_operand,
+    transposed_again,
 )
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
 
@@ -50,9 +51,11 @@ def grouped_matmul(
     only, and may be unequal or 0. Rows past the last group give zeros and take no gradient.
 
     Args:
-      x: [M, K], float32 or bfloat16; or a `QuantizedArray` of int8 or float8 with scales per row, where w is quantised too.
-      w: [G, K, N], of x's dtype, or a `QuantizedArray` of that shape: int8, int4 or float8 weights with any scales. With
-        "swiglu" w is [G, K, 2 N], or [G, K, 2, N], which can be sharded along N.
+      x: [M, K], float32 or bfloat16; or a `QuantizedArray` of int8 or float8, with scales as in `matmul`, where w is
+        quantised too.
+      w: [G, K, N], of x's dtype, or a `QuantizedArray` of that shape: int8, int4 or float8 weights with any scales. Where
+        x and w both have several scales along K, their blocks of K must be equal. With "swiglu" w is [G, K, 2 N], or
+        [G, K, 2, N], which can be sharded along N.
       group_sizes: [G] integers whose sum is at most M. A larger sum, or a negative size, is an error where the sizes are
         known; where they are traced, every row of y is NaN, and so are the gradients.
       activation: "silu", "gelu", "relu" or "swiglu", as in `matmul`.
@@ -119,7 +122,7 @@ def _validate(
         raise ValueError(f"w has shape {list(shape)}; it must be [G, K, N], or [G, K, 2, N] with activation='swiglu'")
     if shape[1] != k:
         transposed = len(shape) == 3 and shape[2] == k
-        remedy = "it looks transposed: pass w.swapaxes(1, 2)" if transposed else f"pass a w [G, {k}, N]"
+        remedy = transposed_again(w, "w.swapaxes(1, 2)") if transposed else f"pass a w [G, {k}, N]"
         raise ValueError(f"w has shape {list(shape)} and x has K={k} channels; {remedy}")
     if activation == "swiglu" and len(shape) == 3 and shape[2] % 2:
         raise ValueError(

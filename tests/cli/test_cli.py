@@ -293,6 +293,14 @@ def test_compile_reads_its_arguments_before_it_compiles() -> None:
             "block_n=8 must be a positive multiple of 16 (sublanes of a bfloat16 tile); use 16",
         ),
         ((*op, "--config", "block_v_dw=8"), "block_v_dw=8 must be a positive multiple of 128"),
+        (
+            ("compile", "matmul", "--chip", "b200", "--config", "block_n=64"),
+            "and the chip is b200, with compute capability 10.0; use --chip h100 or h200",
+        ),
+        (
+            ("compile", "matmul", "--chip", "h200", "--dtype", "float32", "--config", "block_n=64"),
+            "pass --dtype bfloat16, or use another case: here a call takes 'xla'",
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import tilewright
 from tests.layers.equations import sigmoid, softmax
 from tests.ops.composition import mesh_of
-from tilewright.layers import MoE
+from tilewright.layers import MLP, MoE
 from tilewright.layers.moe import MoEWeights
 from tilewright.models.checkpoint import Checkpoint
 
@@ -220,6 +220,31 @@ def test_weights_that_cannot_be_quantised_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             jax.eval_shape(functools.partial(quantized, *blocks))
+
+
+@pytest.mark.parametrize(
+    "layer", [LAYERS["qwen3_moe"], MLP(d_model=D, hidden_dim=F)], ids=lambda layer: type(layer).__name__
+)
+def test_gates_that_a_mesh_axis_cuts_get_the_remedy_that_quantises_them(layer: Any) -> None:
+    mesh = mesh_of(AxisType.Explicit)
+
+    def struct(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*axes)))
+
+    shapes = {name: parameter.shape for name, parameter in layer.parameters().items()}
+    cut = {"gate_up": ("x",) + (None,) * (len(shapes["gate_up"]) - 2) + ("y",)}
+    cut["down"] = (None,) * (len(shapes["down"]) - 2) + ("y",)
+    weights = layer.weights(**{name: struct(shape, *cut.get(name, ())) for name, shape in shapes.items()})
+    told = r"weights.gate_up .* over mesh axis 'y' .*pass jax.sharding.reshard\(weights.gate_up, P\('x'\)\) as gate_up$"
+
+    def quantized(w: Any) -> Any:
+        with pytest.raises(ValueError, match=told):
+            layer.quantized(w, "int8")
+        whole = jax.sharding.reshard(w.gate_up, P("x"))
+        return layer.quantized(dataclasses.replace(w, gate_up=whole), "int8")
+
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(quantized, weights).gate_up.stored.shape == (*shapes["gate_up"][:-2], 2 * F)
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def compile_verb(
 
     def keep(place: int, report: CompileReport) -> None:
         """Adds a report, and writes all of them, in order: the file is whole after every one."""
-        reports[place] = dataclasses.replace(report, remedy=_for_this_verb(report.remedy))
+        reports[place] = dataclasses.replace(report, remedy=_for_this_verb(report.remedy, found, work[place][1]))
         named = {"kind": "estimate", "op": op, "dtype": dtype, "mode": mode, **where}
         whole = [{**named, "case": work[n][0].name, **reports[n].to_dict()} for n in sorted(reports)]
         tell(reports=whole)
@@ -200,7 +200,7 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
         implementation = f"pallas_{chip.platform}"
         explanation = explain(op.name, **case.structs(dtype), **case.options, implementation=implementation)
     if explanation.refusal is not None:
-        raise ValueError(_for_this_verb(explanation.refusal))
+        raise ValueError(_for_this_verb(explanation.refusal, op, chip))
     configs = explanation.decisions[0].configs
     fields = {name: [field.name for field in dataclasses.fields(config)] for name, config in configs.items()}  # type: ignore[arg-type]
     applied: dict[str, dict[str, int]] = {direction: {} for direction in configs}
@@ -213,22 +213,18 @@ def _changed_configs(op: Op, case: Case, chip: Chip, dtype: str, changes: dict[s
             raise ValueError(f"--config {name} is not a block size of {op.name}; use one of {known}{hint}")
         for each in fitting:
             applied[each][field] = value
-    try:
-        return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
-    except ValueError as error:
-        raise ValueError(
-            str(error).replace(", or implementation='xla'", "")
-        ) from error  # This verb has no such option.
+    return tuple(dataclasses.replace(config, **applied[each]) for each, config in configs.items())  # type: ignore[type-var]
 
 
-def _for_this_verb(text: str) -> str:
+def _for_this_verb(text: str, op: Op, chip: Chip) -> str:
     """The remedy of a refusal, which is written for callers of the op, in words of this command line."""
-    text = re.sub(r"\w+\.astype\(jnp\.(\w+)\)", r"--dtype \1", text)
-    return re.sub(
-        r"implementation='(xla|reference)'",
-        r"another case: here a call takes '\1', which has no kernel to compile",
-        text,
-    )
+    text = re.sub(r"\w+\.astype\(jnp\.(\w+)\)|(?<=pass )[\w, ]+ as (bfloat16)", r"--dtype \1\2", text)
+    taken = {one.architecture for one in op.architectures(f"pallas_{chip.platform}")}
+    if taken & {None, chip.compute_capability}:
+        otherwise = r"another case: here a call takes '\1', which has no kernel to compile"
+    else:
+        otherwise = f"--chip {' or '.join(name for name in GPUS if Chip.named(name).compute_capability in taken)}"
+    return re.sub(r"implementation='(xla|reference)'", otherwise, text)
 
 
 def _show_doctor(platforms: tuple[Platform, ...]) -> None:

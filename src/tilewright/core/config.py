@@ -44,13 +44,10 @@ class Config:
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
-    def check_integers(
-        self, *names: str, least: int = 1, multiple: int = 1, why: str = "", use: Any = None, otherwise: str = ""
-    ) -> None:
+    def check_integers(self, *names: str, least: int = 1, multiple: int = 1, why: str = "", use: Any = None) -> None:
         """Raises where a field is not an integer of at least `least` and a multiple of `multiple`.
 
-        `why` is the reason for the rule, such as "TPU lanes". The remedy is `use`, or the nearest value that is allowed;
-        `otherwise` is another way out, such as "implementation='xla'".
+        `why` is the reason for the rule, such as "TPU lanes". The remedy is `use`, or the nearest value that is allowed.
         """
         for name in names:
             value = getattr(self, name)
@@ -60,5 +57,5 @@ class Config:
             rule = f"a positive multiple of {multiple}" if multiple > 1 else f"{least} or more"
             rule = "a positive integer" if (multiple, least) == (1, 1) else rule
             nearest = max(least, multiple, round(value / multiple) * multiple) if integer else max(least, multiple)
-            because, way_out = f" ({why})" if why else "", f", or {otherwise}" if otherwise else ""
-            raise ValueError(f"{name}={value!r} must be {rule}{because}; use {use or nearest}{way_out}")
+            because = f" ({why})" if why else ""
+            raise ValueError(f"{name}={value!r} must be {rule}{because}; use {use or nearest}")

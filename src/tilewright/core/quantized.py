@@ -223,7 +223,11 @@ def _part_sizes(
 
 
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Array:
-    """Values times scales, [..., R, C]: computed in float32 and rounded once to `dtype`."""
+    """Values times scales, [..., R, C]: computed in float32 and rounded once to `dtype`.
+
+    JAX differentiates it: the gradient reaches the scales, and float8 values, whose gradient is rounded to float8 itself.
+    Integer values have none. In an op gradients stop at a quantised array.
+    """
     if not isinstance(x, QuantizedArray):
         raise ValueError(f"x is of type {type(x).__name__}; dequantize takes the QuantizedArray that quantize returned")
     check_quantized("x", x)
@@ -317,11 +321,14 @@ def _check_dtypes(name: str, x: QuantizedArray) -> None:
 
 
 def stored_operand(name: str, x: Any) -> tuple[Array, Array | None]:
-    """The values of an op's argument, as they are stored but rows first, and its scales; None where it is not quantised."""
+    """The values of an op's argument, as they are stored but rows first, and its scales; None where it is not quantised.
+
+    Gradients stop at both: in every implementation, since what is plain JAX would be differentiated by JAX.
+    """
     if not isinstance(x, QuantizedArray):
         return as_array(name, x), None
     check_quantized(name, x)
-    return jnp.asarray(x.rows_first), jnp.asarray(x.scales)
+    return jax.lax.stop_gradient(jnp.asarray(x.rows_first)), jax.lax.stop_gradient(jnp.asarray(x.scales))
 
 
 def result_dtype(x: Array, x_scales: Array | None) -> Any:
@@ -332,7 +339,11 @@ def result_dtype(x: Array, x_scales: Array | None) -> Any:
 
 
 def check_operands(x: Any, w: Any) -> None:
-    """Raises where x cannot be multiplied with w: x has scales per row, at least 8 bits, and w is of the same kind."""
+    """Raises where x cannot be multiplied with w.
+
+    A quantised x has at least 8 bits, and a scale per row or one for all rows, per block of K or one for all of K. w is
+    quantised too, and where both have several scales along K, their blocks of K are equal.
+    """
     if not isinstance(x, QuantizedArray):
         if not isinstance(w, QuantizedArray) and w.dtype != x.dtype:
             raise ValueError(f"w is {w.dtype.name} and x is {x.dtype.name}; they must be equal: pass w.astype(x.dtype)")
@@ -343,12 +354,23 @@ def check_operands(x: Any, w: Any) -> None:
         raise ValueError("x is quantised and w is not; quantise w too, or pass dequantize(x, w.dtype)")
     if x.block[0] > 1 < x.scales.shape[-2]:
         raise ValueError(
-            f"x has blocks of {x.block}; it must have scales per row: use quantize(x, dtype, block=(1, 128))"
+            f"x has blocks of {x.block}; it must have a scale per row, or one for all rows: use "
+            f"quantize(x, {x.dtype!r}, block=(1, {x.block[1]})), or block=(None, {x.block[1]})"
         )
     if 1 < x.scales.shape[-1] != w.scales.shape[-2] > 1:
+        of_x, of_w = x.block[1], w.block[0]
+        finer = f"w, {w.dtype!r}, block=({of_x}, {w.block[1]})" if of_w < of_x else f"x, {x.dtype!r}, block=(1, {of_w})"
         raise ValueError(
-            f"x has a scale per {x.block[1]} of K and w per {w.block[0]}; they must be equal, or one of them be all of K"
+            f"x has a scale per {of_x} of K and w per {of_w}; they must be equal, or one of them be all of K: pass "
+            f"quantize({finer})"
         )
+
+
+def transposed_again(w: Any, transposed: str) -> str:
+    """The remedy for a w whose axes are exchanged: to pass `transposed`, or where it is quantised, to quantise that."""
+    if not isinstance(w, QuantizedArray):
+        return f"it looks transposed: pass {transposed}"
+    return f"it looks transposed: quantise the float matrix as quantize({transposed}, {w.dtype!r})"
 
 
 def check_parts(w: Any, parts: int) -> None:

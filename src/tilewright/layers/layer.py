@@ -156,6 +156,21 @@ def quantized_weight(w: Any, dtype: str) -> QuantizedArray | None:
     return quantize(w, dtype, block=(_INT4_BLOCK, 1) if by_blocks else None)
 
 
+def side_by_side(name: str, w: jax.Array) -> jax.Array:
+    """Gates and values [..., D, 2, F] as [..., D, 2 F], as they are quantised. Raises where a mesh axis cuts F."""
+    *outer, of_parts, of_columns = explicit_axes(w)
+    if cut := (*of_parts, *of_columns):
+        kept = [axes[0] if len(axes) == 1 else axes or None for axes in outer]
+        while kept and kept[-1] is None:
+            kept.pop()
+        raise ValueError(
+            f"weights.{name} {list(w.shape)} is sharded over {axes_named(cut)} along its last axes, and gates and values "
+            f"are quantised side by side, {[*w.shape[:-2], 2 * w.shape[-1]]}, which cannot be sharded like that; pass "
+            f"jax.sharding.reshard(weights.{name}, P({', '.join(map(repr, kept))})) as {name}"
+        )
+    return w.reshape(*w.shape[:-2], 2 * w.shape[-1])
+
+
 class Layer[W]:
     """Base of the layers, which are frozen dataclasses of sizes. W is the type of their weights, a dataclass too."""
 

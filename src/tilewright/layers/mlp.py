@@ -10,7 +10,17 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray
-from tilewright.layers.layer import Layer, Leaf, Parameter, Residual, Tensors, linear, project, quantized_weight
+from tilewright.layers.layer import (
+    Layer,
+    Leaf,
+    Parameter,
+    Residual,
+    Tensors,
+    linear,
+    project,
+    quantized_weight,
+    side_by_side,
+)
 from tilewright.ops.matmul.api import matmul
 
 
@@ -59,7 +69,7 @@ class MLP(Layer[MLPWeights]):
 
     def quantized(self, weights: MLPWeights, dtype: str) -> MLPWeights:
         """Gates and values are quantised side by side, [D, 2 F]."""
-        gate_up = weights.gate_up.reshape(self.d_model, 2 * self.hidden_dim)
+        gate_up = side_by_side("gate_up", weights.gate_up)
         return MLPWeights(*(quantized_weight(w, dtype) for w in (gate_up, weights.down)))
 
     def check_weights(self, weights: Any) -> None:

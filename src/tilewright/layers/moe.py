@@ -32,7 +32,7 @@ from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, quantize
 from tilewright.core.row_exchange import exchange_sizes, return_rows, send_rows
-from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear
+from tilewright.layers.layer import Layer, Leaf, Parameter, Tensors, linear, side_by_side
 from tilewright.ops.grouped_matmul.api import grouped_matmul
 from tilewright.ops.matmul.api import matmul
 from tilewright.ops.moe.api import Scoring, check_routing, moe_combine, moe_dispatch, moe_route, moe_sort
@@ -216,7 +216,7 @@ class MoE(Layer[MoEWeights]):
             w = getattr(weights, name)
             if isinstance(w, QuantizedArray):
                 raise ValueError(f"weights.{name} is quantised already, {w!r}; quantise the float weights instead")
-            w = w.reshape(*w.shape[:-2], 2 * w.shape[-1]) if name.endswith("gate_up") else w
+            w = side_by_side(name, w) if name.endswith("gate_up") else w
             try:
                 return quantize(w, dtype, block=block)
             except ValueError as error:

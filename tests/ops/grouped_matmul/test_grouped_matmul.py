@@ -15,7 +15,7 @@ from tests.ops.contract import OpContract, able_to_run, implementations
 from tilewright import QuantizedArray, dequantize, grouped_matmul, quantize
 from tilewright.core.case import Case
 from tilewright.core.dispatch import find_op
-from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
+from tilewright.ops.grouped_matmul.call import MOST_MASKED, GroupedMatmulCall, group_starts, poison
 from tilewright.ops.grouped_matmul.cases import _case
 
 IMPLEMENTATIONS = find_op("grouped_matmul").implementations
@@ -79,7 +79,7 @@ def test_agrees_with_ragged_dot() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@implementations(*(name for name in IMPLEMENTATIONS if name != "reference"))
+@every_implementation
 def test_a_group_never_sees_another_s_rows(implementation: str) -> None:
     """NaN in every other group, and past the last one: values and gradients of the first group keep their bits."""
     dtype = "bfloat16" if implementation == "pallas_gpu" else "float32"
@@ -121,6 +121,50 @@ def test_sizes_that_sum_past_the_rows_give_nan(implementation: str) -> None:
                 assert (np.isfinite if right else np.isnan)(np.asarray(result, np.float32)).all()
 
 
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "m", "right"),
+    [
+        ([2**24 + 3, 2], 2**24 + 5, True),  # What float32 rounds up, and down.
+        ([2**24, 1], 2**24, False),
+        ([LARGEST - 1, 1], LARGEST, True),
+        ([LARGEST - 1, 1], LARGEST - 1, False),
+        ([LARGEST, LARGEST], 100, False),  # -2 in 32 bits
+        ([LARGEST, LARGEST, 5], 100, False),  # 3 in 32 bits
+        ([LARGEST, 3, -1], LARGEST, False),
+    ],
+)
+def test_sums_of_sizes_are_exact(sizes: list[int], m: int, right: bool) -> None:
+    """From the sizes alone: nothing has m rows. Starts are in order and inside of the rows, whatever the sizes are."""
+    sizes += [0] * (4 - len(sizes))
+    given = jnp.array(sizes, jnp.int32)
+    assert np.isnan(poison(given, m)) == (not right)
+    want = np.minimum(np.cumsum([0, *np.maximum(sizes, 0)]), m)
+    np.testing.assert_array_equal(group_starts(given, m), want)
+    many = jnp.concatenate([jnp.zeros(MOST_MASKED, jnp.int32), given])
+    np.testing.assert_array_equal(group_starts(many, m)[MOST_MASKED:], want)
+
+
+def test_sizes_of_64_bits_are_not_cut_to_32() -> None:
+    with jax.enable_x64(True):
+        x, w = jnp.ones((6, 4), jnp.float32), jnp.ones((2, 4, 3), jnp.float32)
+        run = jax.jit(grouped_matmul)
+        for sizes, right in (([2**32 + 2, 3], False), ([3, 2 - 2**32], False), ([2, 3], True)):
+            assert (np.isfinite if right else np.isnan)(run(x, w, jnp.array(sizes))).all()
+        with pytest.raises(ValueError, match="group_sizes sum to 18446744073709551614 and x has 6 rows"):
+            grouped_matmul(x, w, jnp.array([2**63 - 1, 2**63 - 1]))
+
+
+@implementations("xla", "reference")
+def test_gradients_stop_at_quantised_weights(implementation: str) -> None:
+    w, sizes = quantize(draw(2, 8, 4), "float8_e4m3fn"), jnp.array([1, 2])
+    product = functools.partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
+    gradients = jax.grad(lambda w: jnp.sum(product(draw(3, 8, seed=1), w)))(w)
+    assert not any(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(gradients))
+
+
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
@@ -153,6 +197,10 @@ def test_swiglu_takes_gates_and_values_as_an_axis() -> None:
         (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([4])), "has 1 groups and w has 2 matrices"),
         (lambda: (draw(4, 8), draw(2, 8, 3), jnp.array([2.0, 2.0])), r"jnp.bincount\(group_of_row, length=G\)"),
         (lambda: (draw(4, 8), draw(2, 3, 8), jnp.array([2, 2])), r"pass w.swapaxes\(1, 2\)"),
+        (
+            lambda: (draw(4, 8), quantize(draw(2, 4, 8), "int4"), jnp.array([2, 2])),
+            r"it looks transposed: quantise the float matrix as quantize\(w.swapaxes\(1, 2\), 'int4'\)",
+        ),
         (lambda: (draw(1, 4, 8), draw(2, 8, 3), jnp.array([2, 2])), r"x.reshape\(-1, K\)"),
         (lambda: (jnp.ones((4, 8), int), draw(2, 8, 3), jnp.array([2, 2])), r"x.astype\(jnp.bfloat16\)"),
         (lambda: (draw(4, 8), draw(0, 8, 3), []), r"group_sizes is float32\[0\]; .*jnp.zeros\(0, jnp.int32\)"),

@@ -1,5 +1,6 @@
 """matmul: the contract, and what is its own: epilogues, dtypes, quantised operands, float8 training, errors."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -167,6 +168,20 @@ def test_both_sides(dtype: str, x_block: Any, w_block: Any) -> None:
     assert matmul(x, w).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_gradients_stop_at_quantised_operands(implementation: Any) -> None:
+    x, w = quantize(draw(6, 8), "float8_e4m3fn", block=(1, None)), quantize(draw(8, 4, seed=1), "float8_e4m3fn")
+    floats = dequantize(x)
+
+    def loss(x: Any, w: Any) -> jax.Array:
+        return jnp.sum(matmul(x, w, out_dtype=jnp.float32, implementation=implementation))
+
+    for gradients in (jax.grad(loss, (0, 1))(x, w), jax.grad(loss, 1)(floats, w)):
+        assert not any(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(gradients))
+    d_scales = jax.grad(lambda w: jnp.sum(dequantize(w)))(w).scales
+    np.testing.assert_allclose(d_scales[0], jnp.sum(w.values.astype(jnp.float32), axis=0), rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_fp8_matmul_error_and_straight_through_gradients() -> None:
     """The errors that its docstring states."""
@@ -329,7 +344,11 @@ def test_blocks_of_two_devices_get_the_remedy(rows: int, dtype: str, block: Any,
         (lambda: (quantize(draw(4, 8), "int8", block=(1, None)), draw(8, 3)), "quantise w too, or pass dequantize"),
         (
             lambda: (quantize(draw(4, 8), "int8", block=(2, 8)), quantize(draw(8, 3), "int8")),
-            "must have scales per row",
+            r"a scale per row, or one for all rows: use quantize\(x, 'int8', block=\(1, 8\)\), or block=\(None, 8\)",
+        ),
+        (
+            lambda: (draw(4, 8), quantize(draw(3, 8), "int8", block=(1, None))),
+            r"it looks transposed: quantise the float matrix as quantize\(w.T, 'int8'\)",
         ),
     ],
 )
@@ -337,6 +356,32 @@ def test_bad_operands_get_the_remedy(arguments: Any, told: str) -> None:
     x, w = arguments()
     with pytest.raises(ValueError, match=told):
         matmul(x, w)
+
+
+@pytest.mark.parametrize(
+    ("x_block", "w_block", "told"),
+    [
+        ((1, 4), (1, 2), r"w per 1; .* or one of them be all of K: pass quantize\(w, 'int8', block=\((4), (2)\)\)$"),
+        ((None, 2), (4, 1), r"per 2 of K and w per 4; .*: pass quantize\(x, 'float8_e4m3fn', block=\((1), (4)\)\)$"),
+    ],
+)
+def test_blocks_of_k_that_differ_get_the_remedy(x_block: Any, w_block: Any, told: str) -> None:
+    x, w = draw(2, 8), draw(8, 4, seed=1)
+    x8, w8 = quantize(x, "float8_e4m3fn", block=x_block), quantize(w, "int8", block=w_block)
+    with pytest.raises(ValueError, match=told) as error:
+        matmul(x8, w8)
+    found = re.search(told, str(error.value))
+    assert found
+    block = tuple(map(int, found.groups()))
+    again = (x8, quantize(w, "int8", block=block)) if "(w," in told else (quantize(x, "float8_e4m3fn", block=block), w8)
+    assert jax.eval_shape(matmul, *again).shape == (2, 4)
+
+
+@pytest.mark.parametrize("block", [(1, 4), (1, None), (None, 4), (None, None), (None, 1)])
+def test_scales_of_x_per_row_or_for_all_rows(block: Any) -> None:
+    x, w = quantize(draw(6, 8), "int8", block=block), quantize(draw(8, 4, seed=1), "int8")
+    want = np.asarray(dequantize(x), np.float64) @ np.asarray(dequantize(w), np.float64)
+    assert relative(matmul(x, w, out_dtype=jnp.float32), want) < 1e-6
 
 
 EIGHT = QuantizedArray(np.zeros((8, 8), "int8"), np.ones((1, 8), "float32"), "int8")
@@ -396,6 +441,10 @@ def test_a_quantised_array_that_contradicts_itself_gets_the_remedy(dtype: str, c
         (lambda x: matmul(x, x, out_dtype="nope"), "out_dtype='nope' must be float32 or bfloat16"),
         (lambda x: fp8_matmul(x, x.astype("float16")), r"w is float16\[8, 8\]; .*: w.astype\(jnp.bfloat16\)"),
         (lambda x: fp8_matmul(x, EIGHT), r"w is quantised.*tilewright.dequantize\(w\)"),
+        (
+            lambda x: tilewright.linear_cross_entropy(x, EIGHT, np.zeros(8, "int32")),
+            r"w is quantised.*tilewright.dequantize\(w\)",
+        ),
     ],
 )
 def test_arguments_of_another_kind_get_the_remedy(function: Any, told: str) -> None:

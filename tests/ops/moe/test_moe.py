@@ -130,6 +130,18 @@ def test_infinite_logits_and_a_nan_in_the_bias() -> None:
     assert np.isnan(moe_route(logits, 3, scoring="sigmoid", bias=jnp.zeros(4).at[2].set(jnp.nan))[0]).all()
 
 
+@pytest.mark.parametrize(
+    ("scoring", "normalize", "of_all", "of_chosen"),
+    [("softmax", True, np.nan, np.nan), ("softmax", False, np.nan, 0.0), ("sigmoid", True, 0.0, 0.0)],
+)
+def test_logits_of_minus_infinity(scoring: Any, normalize: bool, of_all: float, of_chosen: float) -> None:
+    """Where all are, and where a bias chooses two that are."""
+    least, bias = -jnp.inf, jnp.array([2.0, 2.0, 0.0, 0.0])
+    logits = jnp.array([[least] * 4, [least, least, 0.0, 1.0]])
+    weights, _ = moe_route(logits, 2, scoring=scoring, normalize=normalize, bias=bias)
+    np.testing.assert_array_equal(weights, [[of_all] * 2, [of_chosen] * 2])
+
+
 def test_of_equal_scores_the_lowest_index_comes_first() -> None:
     _, experts, *_ = jitted("qwen3_next")(jnp.zeros((8, E)), jnp.zeros((8, K)))
     np.testing.assert_array_equal(experts, np.tile(np.arange(K), (8, 1)))

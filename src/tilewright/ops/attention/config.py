@@ -53,7 +53,7 @@ class _TpuTiles(Config):
     tile_k: int
 
     def __post_init__(self) -> None:
-        self.check_integers(*self.memory_fields, multiple=LANES, why="TPU lanes", otherwise="implementation='xla'")
+        self.check_integers(*self.memory_fields, multiple=LANES, why="TPU lanes")
         self._check_division("block_q", "tile_q")
         self._check_division("block_k", "tile_k")
         for block, tile in (("block_q", "tile_q"), ("block_k", "tile_k")):
@@ -135,7 +135,7 @@ class AttentionSm90Forward(Config):
         if not isinstance(self.block_k, int) or self.block_k % SM90_ROWS or not 0 < self.block_k <= most:
             raise ValueError(
                 f"block_k={self.block_k!r} must be a multiple of {SM90_ROWS}, {most} at most (a product's "
-                f"columns); use {SM90_BLOCK}, or implementation='xla'"
+                f"columns); use {SM90_BLOCK}"
             )
         self.check_integers("stages", **_FEWEST_STAGES)
         if self.consumers not in (SM90_CONSUMERS, SM90_CONSUMERS + 1):

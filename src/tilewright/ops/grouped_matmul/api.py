@@ -20,6 +20,7 @@ from tilewright.core.quantized import (
     check_parts,
     result_dtype,
     stored_operand,
+    transposed_again,
 )
 from tilewright.ops.grouped_matmul.call import GroupedMatmulCall
 
@@ -50,9 +51,11 @@ def grouped_matmul(
     only, and may be unequal or 0. Rows past the last group give zeros and take no gradient.
 
     Args:
-      x: [M, K], float32 or bfloat16; or a `QuantizedArray` of int8 or float8 with scales per row, where w is quantised too.
-      w: [G, K, N], of x's dtype, or a `QuantizedArray` of that shape: int8, int4 or float8 weights with any scales. With
-        "swiglu" w is [G, K, 2 N], or [G, K, 2, N], which can be sharded along N.
+      x: [M, K], float32 or bfloat16; or a `QuantizedArray` of int8 or float8, with scales as in `matmul`, where w is
+        quantised too.
+      w: [G, K, N], of x's dtype, or a `QuantizedArray` of that shape: int8, int4 or float8 weights with any scales. Where
+        x and w both have several scales along K, their blocks of K must be equal. With "swiglu" w is [G, K, 2 N], or
+        [G, K, 2, N], which can be sharded along N.
       group_sizes: [G] integers whose sum is at most M. A larger sum, or a negative size, is an error where the sizes are
         known; where they are traced, every row of y is NaN, and so are the gradients.
       activation: "silu", "gelu", "relu" or "swiglu", as in `matmul`.
@@ -82,7 +85,7 @@ def grouped_matmul(
     call = GroupedMatmulCall(
         x=x_values,
         w=w_values.reshape(groups, rows, parts, n),
-        group_sizes=sizes.astype(jnp.int32),
+        group_sizes=_as_int32(sizes),
         x_scales=x_scales,
         w_scales=w_scales,
         activation=activation,
@@ -92,6 +95,12 @@ def grouped_matmul(
     if 0 in (*x_values.shape, *w_values.shape):
         return OP.run(call, implementation="reference", config=None)
     return OP.run(call, implementation=implementation, config=config)
+
+
+def _as_int32(sizes: jax.Array) -> jax.Array:
+    """The sizes as int32. Those that it cannot hold stay too large or negative, so that y is NaN: a cast would cut them."""
+    largest, own = jnp.iinfo(jnp.int32).max, jnp.iinfo(sizes.dtype)
+    return (jnp.clip(sizes, max(own.min, -1), largest) if own.max > largest else sizes).astype(jnp.int32)
 
 
 def _validate(
@@ -113,7 +122,7 @@ def _validate(
         raise ValueError(f"w has shape {list(shape)}; it must be [G, K, N], or [G, K, 2, N] with activation='swiglu'")
     if shape[1] != k:
         transposed = len(shape) == 3 and shape[2] == k
-        remedy = "it looks transposed: pass w.swapaxes(1, 2)" if transposed else f"pass a w [G, {k}, N]"
+        remedy = transposed_again(w, "w.swapaxes(1, 2)") if transposed else f"pass a w [G, {k}, N]"
         raise ValueError(f"w has shape {list(shape)} and x has K={k} channels; {remedy}")
     if activation == "swiglu" and len(shape) == 3 and shape[2] % 2:
         raise ValueError(
@@ -128,11 +137,11 @@ def _validate(
     if sizes.shape[0] != shape[0]:
         raise ValueError(f"group_sizes has {sizes.shape[0]} groups and w has {shape[0]} matrices; they must be equal")
     if not isinstance(sizes, Tracer) and sizes.is_fully_addressable:
-        known = np.asarray(sizes).astype(np.int64)
-        if (known < 0).any():
-            raise ValueError(f"group_sizes[{int(np.argmax(known < 0))}] is negative; a group without rows has size 0")
-        if known.sum() > x_values.shape[0]:
+        known = np.asarray(sizes).tolist()  # Python's integers: their sum cannot overflow.
+        if negative := [group for group, size in enumerate(known) if size < 0]:
+            raise ValueError(f"group_sizes[{negative[0]}] is negative; a group without rows has size 0")
+        if sum(known) > x_values.shape[0]:
             raise ValueError(
-                f"group_sizes sum to {known.sum()} and x has {x_values.shape[0]} rows; they must sum to at most that: pass "
+                f"group_sizes sum to {sum(known)} and x has {x_values.shape[0]} rows; they must sum to at most that: pass "
                 f"all the rows of every group, sorted by group"
             )

@@ -70,24 +70,36 @@ def group_starts(group_sizes: jax.Array, m: Size) -> jax.Array:
     Sizes that are negative count as 0, and groups end with the rows that there are: no implementation can read or write
     past them. `poison` tells of both.
     """
-    return jnp.minimum(sums_before(jnp.maximum(group_sizes, 0)), m)
+    sizes = jnp.maximum(group_sizes, 0)
+    ends, rough = sums_before(sizes), sums_before(sizes.astype(jnp.float32))
+    return jnp.minimum(jnp.where(_overflowed(ends, rough), jnp.iinfo(jnp.int32).max, ends), m)
 
 
 def sums_before(counts: jax.Array) -> jax.Array:
-    """The sum of the counts before each, and that of all: int32 [G + 1].
+    """The sum of the counts before each, and that of all: [G + 1] of their dtype.
 
     A sum over a mask is one kernel on a GPU, where a cumulative sum is several: they would cost more than the products of a
     few tokens. For more groups than experts of any model the mask would be large.
     """
     groups = counts.shape[0]
     if groups > MOST_MASKED:
-        return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
+        return jnp.concatenate([jnp.zeros((1,), counts.dtype), jnp.cumsum(counts, dtype=counts.dtype)])
     before = jnp.arange(groups)[None, :] < jnp.arange(groups + 1)[:, None]  # [G + 1, G]
-    return jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=counts.dtype)
 
 
 def poison(group_sizes: jax.Array, m: Size) -> jax.Array:
     """float32 scalar: NaN where the sizes are negative or sum past m, else 0. Added, it makes results and gradients NaN."""
-    # In float32 the sum of sizes cannot overflow into the allowed range.
-    wrong = jnp.any(group_sizes < 0) | (jnp.sum(group_sizes.astype(jnp.float32)) > m)
+    sizes = jnp.maximum(group_sizes, 0)
+    total, rough = jnp.sum(sizes, dtype=jnp.int32), jnp.sum(sizes.astype(jnp.float32))
+    wrong = jnp.any(group_sizes < 0) | (total > m) | _overflowed(total, rough)
     return jnp.where(wrong, jnp.float32(jnp.nan), jnp.float32(0.0))
+
+
+def _overflowed(total: jax.Array, rough: jax.Array) -> jax.Array:
+    """Whether an int32 sum of sizes that are not negative wrapped around. `rough` is the same sum in float32.
+
+    A sum from 2^31 to 2^32 wraps to a negative number. For a larger one `rough` is above 3 * 2^30, and for one that fits
+    it is below: of fewer than four million sizes it is off by less than a quarter.
+    """
+    return (total < 0) | (rough > 3 * 2.0**30)

@@ -31,7 +31,9 @@ def _forward(call: GroupedMatmulCall, launch: Launch, *, save: bool) -> tuple[An
     def step(z: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         w, start, end = group
         inside = (row >= start) & (row < end)
-        own = jnp.einsum("mk,kpn->mpn", x, w, precision=jax.lax.Precision.HIGHEST)
+        # Masked here too: in the gradient of w the zeros of other rows would meet their NaNs.
+        rows = jnp.where(inside[:, None], x, 0)
+        own = jnp.einsum("mk,kpn->mpn", rows, w, precision=jax.lax.Precision.HIGHEST)
         own = own if call.x_scales is not None else round_gradient(own, call.x.dtype)
         return jnp.where(inside[:, None, None], own, z), None
 

@@ -14,6 +14,7 @@ from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.nearest import did_you_mean
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import explicit_axes, placed
+from tilewright.core.quantized import as_array
 from tilewright.ops.linear_cross_entropy.call import LinearCrossEntropyCall
 
 IGNORED_LABEL = -100
@@ -66,8 +67,8 @@ def linear_cross_entropy(
     Returns:
       loss, float32; with return_logsumexp a pair (loss, logsumexp).
     """
-    x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
-    weights = None if weights is None else jnp.asarray(weights)
+    x, w, labels = as_array("x", x), as_array("w", w), as_array("labels", labels)
+    weights = None if weights is None else as_array("weights", weights)
     _validate(x, w, labels, weights, z_loss, soft_cap, reduction)
     labels = _where_rows_are(labels, x)
     counted = labels != IGNORED_LABEL

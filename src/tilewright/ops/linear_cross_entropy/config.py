@@ -48,9 +48,8 @@ class _TpuBlocks(Config):
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         blocks = [name for name in names if name.startswith("block_n")]
         columns = [name for name in names if name.startswith(("block_v", "block_h"))]
-        plain = "implementation='xla'"
-        self.check_integers(*blocks, "tile_n", multiple=ROW_TILE, why="sublanes of a bfloat16 tile", otherwise=plain)
-        self.check_integers(*columns, multiple=LANES, why="TPU lanes", otherwise=plain)
+        self.check_integers(*blocks, "tile_n", multiple=ROW_TILE, why="sublanes of a bfloat16 tile")
+        self.check_integers(*columns, multiple=LANES, why="TPU lanes")
         for name in blocks:
             value = getattr(self, name)
             if value > self.tile_n and value % self.tile_n:

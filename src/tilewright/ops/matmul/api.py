@@ -18,6 +18,7 @@ from tilewright.core.quantized import (
     check_parts,
     result_dtype,
     stored_operand,
+    transposed_again,
 )
 from tilewright.ops.matmul.call import MatmulCall
 
@@ -48,10 +49,11 @@ def matmul(
     Products of float32 arrays are computed in float32, whatever JAX's default precision is.
 
     Args:
-      x: [..., K], float32 or bfloat16; or a `QuantizedArray` of int8 or float8 with one scale per row, or per row and
-        block of K, where w is quantised too.
+      x: [..., K], float32 or bfloat16; or a `QuantizedArray` of int8 or float8 where w is quantised too. It has a scale
+        per row or one for all rows, for all of K or per block of K.
       w: [K, N], of x's dtype, or a `QuantizedArray` of that shape (`tilewright.quantize`): int8, int4 or float8 weights
-        with any scales. With "swiglu" w is [K, 2 N], or [K, 2, N], which can be sharded along N.
+        with any scales. Where x and w both have several scales along K, their blocks of K must be equal. With "swiglu" w
+        is [K, 2 N], or [K, 2, N], which can be sharded along N.
       bias: [N]; [2 N] or [2, N] with "swiglu".
       activation: "silu", "gelu" (the tanh form), "relu", or "swiglu": silu of the first half of the columns times the
         second half. None for none.
@@ -119,7 +121,7 @@ def _validate_operands(x: Any, w: Any, x_values: jax.Array, w_values: jax.Array,
         raise ValueError(f"w has shape {list(shape)}; it must be [K, N], or [K, 2, N] with activation='swiglu'")
     if shape[0] != k:
         transposed = len(shape) == 2 and shape[1] == k
-        remedy = "it looks transposed: pass w.T" if transposed else f"pass a w with {k} rows"
+        remedy = transposed_again(w, "w.T") if transposed else f"pass a w with {k} rows"
         raise ValueError(f"w has shape {list(shape)} and x has K={k} channels; {remedy}")
     if activation == "swiglu" and len(shape) == 2 and shape[1] % 2:
         raise ValueError(f"w has {shape[1]} columns; activation='swiglu' takes [K, 2 N], gate and value halves: pad N")

@@ -70,7 +70,8 @@ def moe_route(
 
     Returns:
       weights, float32 [..., k], and experts, int32 [..., k]. A token with a NaN among its logits, or +inf with "softmax",
-      which is NaN there, has NaN weights; a NaN in the bias makes all weights NaN. A logit of -inf has the score 0.
+      which is NaN there, has NaN weights; a NaN in the bias makes all weights NaN. A logit of -inf has the score 0; with
+      "softmax" the weights are NaN where all logits are -inf, and where they are normalised and all the chosen ones are.
     """
     logits = jnp.asarray(logits)
     if logits.ndim < 1 or logits.dtype.name not in FLOATING:

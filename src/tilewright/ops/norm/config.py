@@ -17,9 +17,7 @@ class _RowBlocks(Config):
     tile_n: int = ROW_TILE
 
     def __post_init__(self) -> None:
-        self.check_integers(
-            "block_n", "tile_n", multiple=ROW_TILE, why="sublanes of a bfloat16 tile", otherwise="implementation='xla'"
-        )
+        self.check_integers("block_n", "tile_n", multiple=ROW_TILE, why="sublanes of a bfloat16 tile")
         if self.block_n > self.tile_n and self.block_n % self.tile_n:
             raise ValueError(
                 f"block_n={self.block_n} must be a multiple of tile_n={self.tile_n}, or less than it; "
@@ -43,7 +41,7 @@ class NormSm90Forward(Config):
     block_n: int
 
     def __post_init__(self) -> None:
-        self.check_integers("block_n", otherwise="implementation='xla'")
+        self.check_integers("block_n")
 
 
 class NormSm90Backward(Config):
@@ -58,4 +56,4 @@ class NormSm90Backward(Config):
     blocks: int = 4
 
     def __post_init__(self) -> None:
-        self.check_integers("block_n", "blocks", otherwise="implementation='xla'")
+        self.check_integers("block_n", "blocks")

@@ -27,9 +27,8 @@ class _Blocks(Config):
     """Tiles per iteration of the loop, at most. With one, each tile waits for its own latencies."""
 
     def __post_init__(self) -> None:
-        xla = "implementation='xla'"
-        self.check_integers("block_t", "tile_t", multiple=ROW_TILE, why="sublanes of a bfloat16 tile", otherwise=xla)
-        self.check_integers("block_d", multiple=LANES, why="TPU lanes", otherwise=xla)
+        self.check_integers("block_t", "tile_t", multiple=ROW_TILE, why="sublanes of a bfloat16 tile")
+        self.check_integers("block_d", multiple=LANES, why="TPU lanes")
         self.check_integers("unroll")
         if self.block_t > self.tile_t and self.block_t % self.tile_t:
             raise ValueError(
@@ -59,7 +58,7 @@ class _Runs(Config):
     """Tokens whose loads are issued together."""
 
     def __post_init__(self) -> None:
-        self.check_integers("block_t", "unroll", otherwise="implementation='xla'")
+        self.check_integers("block_t", "unroll")
         if self.block_d not in SM90_BLOCKS_D:
             raise ValueError(
                 f"block_d={self.block_d!r} must be one of {', '.join(map(str, SM90_BLOCKS_D))} (threads take 2, 4 or 8 "

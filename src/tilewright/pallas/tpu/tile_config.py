@@ -19,10 +19,9 @@ class ProductBlocks(Config):
     def __post_init__(self) -> None:
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         rows = [name for name in names if name.startswith(("block_m", "tile_m"))]
-        plain = "implementation='xla'"
-        self.check_integers(*rows, multiple=ROW_TILE, why="sublanes of a bfloat16 tile", otherwise=plain)
+        self.check_integers(*rows, multiple=ROW_TILE, why="sublanes of a bfloat16 tile")
         lanes = [name for name in names if name not in rows]
-        self.check_integers(*lanes, multiple=LANES, why="TPU lanes", otherwise=plain)
+        self.check_integers(*lanes, multiple=LANES, why="TPU lanes")
         for name in names:
             if name.startswith("tile"):
                 self._check_tile(name, name.replace("tile", "block"))

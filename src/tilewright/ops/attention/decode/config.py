@@ -22,7 +22,7 @@ class DecodeTpuForward(Config):
 
     def __post_init__(self) -> None:
         why = "sublanes of a bfloat16 tile"
-        self.check_integers("block_k", multiple=ROW_TILE, why=why, use=512, otherwise="implementation='xla'")
+        self.check_integers("block_k", multiple=ROW_TILE, why=why, use=512)
         self.check_integers("pages", "block_heads", use=1)
 
 

@@ -77,7 +77,7 @@ def test_a_ratio_is_for_those_that_agree(tmp_path: Path) -> None:
     device, ratio, error = 7, 8, 9
     assert (rows["xla"][device], rows["numpy"][device]) == ("-", "5.00 ms")
     assert rows["xla"][ratio] == "ours"
-    assert float(rows["numpy"][ratio]) > 0
+    assert float(rows["numpy"][ratio].removeprefix("~")) > 0  # Where it is within the noise, a tilde stands before it.
     assert rows["a_mistake"][ratio] == "-"
     assert rows["a_mistake"][error].endswith("DIFFERS")
     flat = " ".join(done.stdout.split())

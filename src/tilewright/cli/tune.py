@@ -272,9 +272,8 @@ def tune(
         if records.exists():
             results.write_csv(records)  # A tuner that was killed has left it behind.
         folder = tables or tuned.user_tables()
-        with writing(
-            "tables", folder, from_default=tables is None
-        ):  # A file of its own: another tuner may be writing to a table.
+        with writing("tables", folder, from_default=tables is None):
+            # A file of its own: another tuner may be writing to a table.
             try_destination(folder / f".tried-{os.getpid()}")
     if not asked.chips:
         leave_room()

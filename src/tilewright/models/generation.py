@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from tilewright.core.arguments import is_integer, shown
 from tilewright.core.partitioning import explicit_axes, placed
@@ -181,10 +181,9 @@ def _own(model: Any, prefix: Any, of: str | None) -> Prefix:
         raise ValueError(
             "prefix is of a model with other weights, or in another dtype; use one that this model's read_prefix made"
         )
-    mesh = jax.typeof(model.weights.embedding).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(prefix)):
+    mesh = explicit_mesh(model)
+    if mesh is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(prefix)):
         return prefix
-    mesh = model.weights.embedding.sharding.mesh
     ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     read = functools.partial(next_logits, model.architecture, capacity=prefix.capacity or 1)
     _, like = jax.eval_shape(read, model.weights, ids)
@@ -406,6 +405,12 @@ def _read_prompts(model: Any, prompts: Sequence[np.ndarray], capacity: int) -> t
     states = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *(states for _, states in each))
     logits, states = _with_rows(logits, over, 0), jax.tree.map(lambda leaf: _with_rows(leaf, over, 1), states)
     return logits, states
+
+
+def explicit_mesh(model: Any) -> Mesh | None:
+    """The mesh that the weights are sharded over, where its axes are Explicit."""
+    mesh = getattr(getattr(model.weights.embedding, "sharding", None), "mesh", None)
+    return mesh if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types else None
 
 
 def rows_over(model: Any, rows: int) -> tuple[str, ...]:

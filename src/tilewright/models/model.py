@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from tilewright.core.quantized import QuantizedArray
 from tilewright.models import checkpoint, generation
@@ -98,10 +98,8 @@ class Model:
 
     def on_mesh(self) -> Any:
         """A context with the mesh that the weights are sharded over, where its axes are Explicit; generation needs it."""
-        mesh = getattr(getattr(self.weights.embedding, "sharding", None), "mesh", None)
-        if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types:
-            return jax.set_mesh(mesh)
-        return contextlib.nullcontext()
+        mesh = generation.explicit_mesh(self)
+        return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
     def rules(self) -> Rules:
         """Where each weight belongs on a mesh, for `tilewright.parallel.validate_sharding`."""

@@ -1,49 +1,29 @@
 """Block sizes of matrix products."""
 
 from tilewright.core.config import search_over
-from tilewright.pallas.gpu.tile_config import TALL, WIDEST, WIDTH, GemmTiles
+from tilewright.pallas.gpu.tile_config import TALL, GemmTiles
 from tilewright.pallas.tpu.tile_config import ProductBlocks, product_choices
-
-_TILE_COLUMNS = 128
 
 
 class MatmulSm90Forward(GemmTiles):
     """The tile of y, the order of the tiles, and the split of the registers.
 
     A `block_m` of 16, 32 or 64 is for few rows (sm90_few_rows.py, or weight_only.py for quantised weights, which takes 8,
-    too): a tile has `tile_columns` columns then (128 of quantised weights), whatever `block_n` says. One of 192 has three
-    consumer warpgroups, for two quantised operands; `block_n` is at most 128 then.
+    too): a tile has 128 columns then, whatever `block_n` says. One of 192 has three consumer warpgroups, for two quantised
+    operands; `block_n` is at most 128 then.
     """
 
     tile_rows = (*GemmTiles.tile_rows, TALL)
-    choices = search_over(
-        **{**GemmTiles.choices, "block_m": tile_rows},
-        splits=(1, 2, 4, 8, 16),
-        tile_columns=(96, _TILE_COLUMNS, 192),
-    )
-    one_size_fields = ("splits", "tile_columns")
+    choices = search_over(**{**GemmTiles.choices, "block_m": tile_rows, "splits": (1, 2, 4, 8, 16)})
+    one_size_fields = ("splits",)
 
     splits: int = 1
     """Thread blocks that divide the contracted axis of a tile between them, with few rows and weights that are not
     quantised."""
-    tile_columns: int = _TILE_COLUMNS
-    """Columns of w of a tile, a multiple of 32 from 64 to 256, with few rows and weights that are not quantised; with
-    "swiglu" half of them are gates. Fewer or more than 128 are for `block_m=64`; the thread blocks of two `splits` then
-    exchange their sums."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_integers("splits", use=1)
-        if self.tile_columns not in range(WIDTH, WIDEST + 1, WIDTH // 2):
-            raise ValueError(
-                f"tile_columns={self.tile_columns!r} must be a multiple of {WIDTH // 2} from {WIDTH} to {WIDEST}; use "
-                f"{_TILE_COLUMNS}"
-            )
-        if self.tile_columns != _TILE_COLUMNS and (self.block_m != WIDTH or self.splits > 2):
-            raise ValueError(
-                f"tile_columns={self.tile_columns} needs block_m={WIDTH} (the rows of a wgmma instruction) and splits of 1 "
-                f"or 2, not block_m={self.block_m} and splits={self.splits}; use tile_columns={_TILE_COLUMNS}"
-            )
 
 
 class MatmulSm90Backward(GemmTiles):

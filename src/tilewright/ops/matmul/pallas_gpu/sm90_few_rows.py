@@ -49,40 +49,21 @@ def _keeps_memory_busy(chip: Chip, call: MatmulCall) -> bool:
     return last == 0 or last >= _ENOUGH * multiprocessors
 
 
-def _finishes(config: MatmulSm90Forward) -> bool:
-    """Whether one kernel computes y: K is not split, or the splits of a tile exchange their sums."""
-    return config.splits == 1 or config.tile_columns != TILE_COLUMNS
-
-
 def _whole_depth(call: MatmulCall, launch: Launch) -> WholeDepth:
     (m, k, n), config = call.sizes, launch.config
-    return WholeDepth(
-        chip=launch.chip,
-        m=m,
-        k=k,
-        n=n,
-        parts=call.parts,
-        rows=config.block_m,
-        columns=config.tile_columns,
-        stages=config.stages,
-        splits=config.splits,
-    )
+    return WholeDepth(chip=launch.chip, m=m, k=k, n=n, parts=call.parts, rows=config.block_m, stages=config.stages)
 
 
 def _products(call: MatmulCall, launch: Launch) -> FewRows:
     (m, k, n), config = call.sizes, launch.config
     consumer, producer = registers_of(config)
-    stages = config.stages
-    if _finishes(config):  # Where z is saved, it computes what the other kernel would, whose tiles may be narrower.
-        _, most, _ = chosen_tiles(launch.chip, config.block_m, k, call.parts * n)
-        stages = min(stages, most)
     return FewRows(
         chip=launch.chip,
         m=m,
         k=k,
         columns=(call.parts * n,),
         rows=config.block_m,
-        stages=stages,
+        stages=config.stages,
         splits=config.splits,
         consumer_registers=consumer,
         producer_registers=producer,
@@ -96,7 +77,7 @@ def memory(call: MatmulCall, launch: Launch) -> int:
 def forward(call: MatmulCall, launch: Launch, *, save: bool) -> tuple[Any, Any]:
     """Saves z where there is an activation."""
     m, k, n = call.sizes
-    if _finishes(launch.config) and not (save and call.activation is not None):
+    if launch.config.splits == 1 and not (save and call.activation is not None):
         dtype = call.out_dtype if call.residual is None else jnp.float32
         options = {"activation": call.activation, "out_dtype": dtype, "name": "matmul_whole_depth"}
         y = _whole_depth(call, launch).run(call.x, call.w, call.bias, **options)

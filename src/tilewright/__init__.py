@@ -36,6 +36,7 @@ from tilewright.ops.grouped_matmul.api import grouped_matmul as grouped_matmul
 from tilewright.ops.linear_cross_entropy.api import linear_cross_entropy as linear_cross_entropy
 from tilewright.ops.matmul.api import matmul as matmul
 from tilewright.ops.matmul.fp8 import fp8_matmul as fp8_matmul
+from tilewright.ops.matmul.sum.api import matmul_sum as matmul_sum
 from tilewright.ops.moe.api import moe_combine as moe_combine
 from tilewright.ops.moe.api import moe_dispatch as moe_dispatch
 from tilewright.ops.moe.api import moe_load_balance_loss as moe_load_balance_loss

@@ -49,6 +49,7 @@ from tilewright.ops.matmul.config import MatmulSm90Backward as MatmulSm90Backwar
 from tilewright.ops.matmul.config import MatmulSm90Forward as MatmulSm90Forward
 from tilewright.ops.matmul.config import MatmulTpuBackward as MatmulTpuBackward
 from tilewright.ops.matmul.config import MatmulTpuForward as MatmulTpuForward
+from tilewright.ops.matmul.sum.config import MatmulSumSm90Forward as MatmulSumSm90Forward
 from tilewright.ops.norm.config import NormSm90Backward as NormSm90Backward
 from tilewright.ops.norm.config import NormSm90Forward as NormSm90Forward
 from tilewright.ops.norm.config import NormTpuBackward as NormTpuBackward

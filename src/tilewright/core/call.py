@@ -58,7 +58,8 @@ class Call:
     """The axes along which a call is several smaller ones, by their letters: batch, heads, rows. Axes of one tuple are cut
     together, such as ("H", "HV"). "*tokens" stands for each of the leading axes."""
     reduced: ClassVar[tuple[str, ...]] = ()
-    """Axes that outputs are sums over, and that a call can be cut along too (`on_shard`): a vocabulary."""
+    """Axes that outputs are sums over, and that a call can be cut along too (`on_shard`): a vocabulary. Several are cut
+    together."""
     outputs: ClassVar[tuple[str, ...]] = ()
     """The axes of each output, by their letters: "B T HV V"."""
     arguments: ClassVar[Mapping[str, str]] = {}
@@ -94,6 +95,11 @@ class Call:
     def bucket(self) -> Mapping[str, Any]:
         """What configs are tuned for: sizes of this call, rounded (`power_of_two`) where nearby ones share a config."""
         raise NotImplementedError
+
+    @classmethod
+    def of_shapes(cls: type[_C], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> _C:  # noqa: PYI019
+        """A call whose arrays are shapes, the others None, and that has no options: to ask what would run it."""
+        return _bare(cls, dict.fromkeys(cls.arrays) | dict(shapes))
 
     @property
     def bucket_key(self) -> str:

@@ -40,12 +40,14 @@ class Axes:
         for name, value in call.given().items():
             for letter, size in zip(named[name], value.shape, strict=True):
                 self.sizes[letter] = max(size, self.sizes.get(letter, 0))
-        groups = (*call.independent_groups(self.sizes), *((letter,) for letter in call.reduced))
+        groups = (*call.independent_groups(self.sizes), *((call.reduced,) if call.reduced else ()))
         self.group = {letter: group[0] for group in groups for letter in group}
         self.largest = {
             group: max(self.sizes.get(letter, 0) for letter, of in self.group.items() if of == group)
             for group in self.group.values()
         }
+        # None of these is broadcast: a sum over an axis of 1 is a term of its own.
+        self.largest |= dict.fromkeys(call.reduced[:1], 1)
         self.arrays = {name: self._unbroadcast(named[name], value.shape) for name, value in call.given().items()}
 
     def _unbroadcast(self, letters: Letters, shape: tuple[int, ...]) -> Letters:
@@ -425,6 +427,11 @@ def partitioned_by(partitioner: Callable[[Partitioned], Sequence[Any]]) -> Itera
     """Has `partitioner` run every pass that the compiler would ask about, for compilers that cannot."""
     with _partitioner(partitioner):
         yield
+
+
+def compiler_cuts() -> bool:
+    """Whether the compiler is asked how to cut a pass, and not a partitioner in its place (`partitioned_by`)."""
+    return _partitioner.value is None
 
 
 def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> Any:

@@ -31,7 +31,7 @@ Tried and dropped:
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from tilewright.core.chip import Chip
 from tilewright.pallas.gpu.gemm import Gemm, Plan
 from tilewright.pallas.gpu.kernel import aligned, smem_bytes, whole, whole_shape
-from tilewright.pallas.gpu.pipeline import Pipeline
+from tilewright.pallas.gpu.pipeline import OneOfSeveral, Pipeline
 from tilewright.pallas.gpu.scheduler import RoundRobin, divmod_nonnegative
 from tilewright.pallas.gpu.staging import store_transposed
 
@@ -152,16 +152,6 @@ def unpadded_tiles(chip: Chip, m: int, k: int, columns: tuple[int, ...]) -> tupl
     return rows, stages, min(whole, key=lambda splits: abs(splits - best), default=best)
 
 
-class _OneOfSeveral(Pipeline):
-    """A pipeline that takes for a source of a copy a list of pairs (whether it is that one, the ref) as well."""
-
-    def copy(self, n: Any, copies: Iterable[tuple[Any, Any]], **options: Any) -> None:
-        for source, destination in copies:
-            for is_taken, ref in source if isinstance(source, list) else [(True, source)]:
-                copy = functools.partial(super().copy, n, [(ref, destination)], **options)
-                copy() if is_taken is True else pl.when(is_taken)(copy)
-
-
 def _kernel(
     *,
     # inputs
@@ -217,5 +207,4 @@ def _kernel(
         return finish
 
     plan = Plan(count=order.count, locate=locate, sources=sources, steps=lambda column, row, split: steps)
-    chooses = _OneOfSeveral(pipeline.stages, pipeline.full, pipeline.empty, pipeline.buffers)
-    gemm.main_loop(None, x_ref, chooses, epilogue, plan=plan)
+    gemm.main_loop(None, x_ref, OneOfSeveral.of(pipeline), epilogue, plan=plan)

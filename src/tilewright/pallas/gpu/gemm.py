@@ -37,6 +37,7 @@ multiples of ALIGNMENT rows: a swizzled tile in shared memory is made of blocks 
 block that begins elsewhere with zeros. (The interpreter does not show that.)
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -231,12 +232,16 @@ class Gemm:
         epilogue: Epilogue,
         *,
         first_column: Any = 0,
+        sources: Callable[..., tuple[Any, list[Any]]] | None = None,
         plan: "Plan | None" = None,
         scale: "Scale | None" = None,
         scale_at_end: bool = False,
         fetch: Callable[..., None] | None = None,
     ) -> None:
         """Computes this thread block's tiles: those of `plan`, or of the whole product from `first_column` on.
+
+        `sources` says where the blocks of a step lie in memory (see `Plan.sources`), for operands that are not one array
+        each, with the tiles of the whole product.
 
         With `scale` the products of each step are scaled and added up in float32 registers, for operands of 8 bits: the
         tensor cores add float8 products with about 14 bits only, so a step of 128 is as far as they should go. With
@@ -253,6 +258,7 @@ class Gemm:
             raise ValueError("a plan numbers thread blocks, not clusters of them; use cluster=1")
         warpgroup, rows = lax.axis_index("warpgroup"), self.rows
         plan = self.plan(a_ref, b_ref, first_column) if plan is None else plan
+        plan = plan if sources is None else dataclasses.replace(plan, sources=sources)
 
         @pl.when(warpgroup < self.consumers)
         def _consume():

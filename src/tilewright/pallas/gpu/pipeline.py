@@ -110,3 +110,18 @@ class Pipeline:
     def release(self, n: Any, *, stage: Any = None) -> None:
         """Tells the producer that this warpgroup has read the stage of step n."""
         plgpu.barrier_arrive(self.empty.at[self.stage(n) if stage is None else stage])
+
+
+class OneOfSeveral(Pipeline):
+    """A pipeline that takes for a source of a copy a list of pairs (whether it is that one, the ref) as well."""
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> "OneOfSeveral":
+        """The same stages, barriers and buffers."""
+        return cls(pipeline.stages, pipeline.full, pipeline.empty, pipeline.buffers)
+
+    def copy(self, n: Any, copies: Iterable[tuple[Any, Any]], **options: Any) -> None:
+        for source, destination in copies:
+            for is_taken, ref in source if isinstance(source, list) else [(True, source)]:
+                copy = functools.partial(super().copy, n, [(ref, destination)], **options)
+                copy() if is_taken is True else pl.when(is_taken)(copy)

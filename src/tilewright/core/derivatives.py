@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from tilewright.core.partitioning import axes_of_elements, explicit_axes, placed
+from tilewright.core.partitioning import axes_of_elements, compiler_cuts, explicit_axes, placed
 
 
 def with_derivatives(
@@ -56,7 +57,7 @@ def forward_only(kernel: Callable[..., jax.Array], plain: Callable[..., jax.Arra
 
     For a kernel that takes the place of several steps and saves nothing for a gradient: a program that is differentiated is
     then the one that has the steps, with what they save and what `jax.checkpoint` knows of them. It is an operation of its
-    own (`_forward_only_p`) and no `jax.custom_jvp`: JAX maps the rule of that one by `jax.vmap`, and what has a gradient
+    own (`_forward_only`) and no `jax.custom_jvp`: JAX maps the rule of that one by `jax.vmap`, and what has a gradient
     but no forward mode cannot be mapped within a derivative.
     """
 
@@ -66,7 +67,7 @@ def forward_only(kernel: Callable[..., jax.Array], plain: Callable[..., jax.Arra
         def flat(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             return lambda *every: function(*jax.tree.unflatten(tree, every))
 
-        return _forward_only_p.bind(*leaves, kernel=_Kernel(flat(kernel)), plain=flat(plain))
+        return _forward_only_p().bind(*leaves, kernel=_Kernel(flat(kernel)), plain=flat(plain))
 
     return wrapped
 
@@ -87,17 +88,9 @@ class _Kernel:
         return self._traced
 
 
-_forward_only_p = Primitive("tilewright_forward_only")
-
-
-@_forward_only_p.def_impl
 def _run_kernel(*operands: Any, kernel: _Kernel, plain: Any) -> jax.Array:
     kernel.traced(*operands)
     return kernel.function(*operands)
-
-
-_forward_only_p.def_abstract_eval(lambda *avals, kernel, plain: kernel.traced(*avals).out_avals[0])
-mlir.register_lowering(_forward_only_p, mlir.lower_fun(_run_kernel, multiple_results=False))
 
 
 def _forward_only_jvp(primals: Any, tangents: Any, *, kernel: Any, plain: Any) -> Any:
@@ -106,11 +99,27 @@ def _forward_only_jvp(primals: Any, tangents: Any, *, kernel: Any, plain: Any) -
 
 def _forward_only_batch(operands: Any, axes: Any, *, kernel: _Kernel, plain: Any) -> Any:
     run, steps = (jax.vmap(function, in_axes=tuple(axes)) for function in (kernel.function, plain))
-    return _forward_only_p.bind(*operands, kernel=_Kernel(run), plain=steps), 0
+    return _forward_only_p().bind(*operands, kernel=_Kernel(run), plain=steps), 0
 
 
-ad.primitive_jvps[_forward_only_p] = _forward_only_jvp
-batching.primitive_batchers[_forward_only_p] = _forward_only_batch
+def _forward_only(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.def_impl(_run_kernel)
+    primitive.def_abstract_eval(lambda *avals, kernel, plain: kernel.traced(*avals).out_avals[0])
+    mlir.register_lowering(primitive, mlir.lower_fun(_run_kernel, multiple_results=False))
+    ad.primitive_jvps[primitive] = _forward_only_jvp
+    batching.primitive_batchers[primitive] = _forward_only_batch
+    return primitive
+
+
+# A kernel that the compiler cuts needs the devices of the program where it is lowered. JAX looks for such operations, does
+# not see what is inside of this one, and has no public name for the list of them.
+_asks_compiler_p, _asks_none_p = _forward_only("tilewright_forward_only"), _forward_only("tilewright_forward_only_cut")
+prim_requires_devices_during_lowering.add(_asks_compiler_p)
+
+
+def _forward_only_p() -> Primitive:
+    return _asks_compiler_p if compiler_cuts() else _asks_none_p
 
 
 def linear(

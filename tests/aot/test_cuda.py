@@ -1,6 +1,7 @@
 """Real compiles for GPUs that are not there. Skipped, with the reason, where the compiler is not set up."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ import tilewright
 from tests.aot.kernels import struct
 from tilewright import aot
 from tilewright.cli.main import app
+from tilewright.layers.layer import project_each
 
 LACKS = [f"{finding.what}: {finding.found}" for finding in aot.doctor("gpu") if finding.needed and not finding.ok]
 pytestmark = [
@@ -107,3 +109,27 @@ def test_the_verb_reports_kernels_and_refusals(tmp_path: Path) -> None:
         assert kernel["occupancy"]["blocks"] >= 1
         assert kernel["binary"]["opcodes"]["HGMMA"] % 4 == 0 < kernel["binary"]["opcodes"]["HGMMA"]  # Steps of 64.
         assert kernel["estimate"]["floor_us"] is None
+
+
+def test_the_gradient_of_an_x_of_several_products_is_one_kernel_on_each_device() -> None:
+    """Rows are cut over two devices, by the compiler: nothing is added up behind the kernel, and it spills nothing."""
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def sharded(*shape: int, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def gradient(x: jax.Array, weights: list[jax.Array], cotangents: list[jax.Array]) -> jax.Array:
+        return jax.vjp(lambda x: project_each(x, weights), x)[1](cotangents)[0]
+
+    widths = (512, 96, 32)
+    weights = [sharded(2048, width, spec=P()) for width in widths]
+    cotangents = [sharded(8192, width, spec=P("x")) for width in widths]
+    x = sharded(8192, 2048, spec=P("x"))
+    report = aot.compile(jax.jit(gradient), x, weights, cotangents, chip="h200", hlo=True)
+    assert report.ok, report.error
+    assert report.hlo is not None
+    assert not re.search(r"bf16\[4096,2048\]\S* (add|dot|fusion)\(", report.hlo)
+    (kernel,) = report.kernels
+    assert kernel.name == "matmul_sum"
+    assert kernel.binary is not None
+    assert (kernel.binary.spill_store_bytes, kernel.binary.spill_load_bytes) == (0, 0)

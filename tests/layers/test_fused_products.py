@@ -77,7 +77,8 @@ def test_the_ops_have_the_values_of_the_steps(monkeypatch: pytest.MonkeyPatch) -
     x, o = (rng.standard_normal(shape, np.float32) for shape in ((2, 4, D), (2, 4, NARROW.num_heads, NARROW.head_dim)))
 
     def run(weights: Any, x: jax.Array, o: jax.Array) -> Any:
-        return NARROW.gates(weights, x)[0], NARROW.normalised(weights, x, o)
+        projected = NARROW.projected(weights, x)
+        return NARROW.gates(weights, projected)[0], NARROW.normalised(weights, projected, o)
 
     want = jax.jit(run)(weights, x, o)
     for name in ("gate_has_kernel", "norm_has_kernel"):

@@ -36,6 +36,7 @@ from tilewright.layers.layer import (
     norm_weights,
     placed_state,
     project,
+    project_each,
     split_heads,
 )
 from tilewright.ops.attention.api import flash_attention
@@ -235,12 +236,14 @@ class Attention(Layer[AttentionWeights]):
             self._check_state(state, x)
         if segment_ids is None and (token := self._token(weights, x, state)) is not None:
             o, after = self._decoded(*token, state)
-            return self._projected(weights, x, o), after
+            return self._projected(weights, self._gate(weights, x), o, x), after
         length = 0 if state is None else state.keys.shape[1] if state.length is None else state.length
         positions = cache_positions(length, t)  # [T], or [B, T]
 
-        def heads(w: Any, norm: Any, count: int) -> jax.Array:
-            y = split_heads(project(x, w), count)
+        q, k, v, *gate = project_each(x, [getattr(weights, name) for name in self._projections])
+
+        def heads(y: jax.Array, norm: Any, count: int) -> jax.Array:
+            y = split_heads(y, count)
             if self.qk_norm:
                 y = rms_norm(y, norm_weights(norm, y), eps=self.eps, offset=self.norm_offset)
             if self.rope_theta is None:
@@ -248,9 +251,9 @@ class Attention(Layer[AttentionWeights]):
             options = {"theta": self.rope_theta, "scaling": self.rope_scaling, "rotary_dim": self.rotated}
             return apply_rope(y, positions, **options)
 
-        q = heads(weights.q_proj, weights.q_norm, self.num_heads)  # [B, T, H, C]
-        k = heads(weights.k_proj, weights.k_norm, self.num_kv_heads)  # [B, T, KV, C]
-        v = split_heads(project(x, weights.v_proj), self.num_kv_heads)
+        q = heads(q, weights.q_norm, self.num_heads)  # [B, T, H, C]
+        k = heads(k, weights.k_norm, self.num_kv_heads)  # [B, T, KV, C]
+        v = split_heads(v, self.num_kv_heads)
         # On Explicit mesh axes, which JAX does not join, the segments are where x is.
         batch = explicit_axes(x)[0]
         if state is not None and state.first is not None:
@@ -267,7 +270,7 @@ class Attention(Layer[AttentionWeights]):
             o, after = _attend_grown(q, k, v, state, runs, implementation)
         else:
             o, after = _attend_fixed(q, k, v, state, positions, runs, implementation)
-        return self._projected(weights, x, o), after
+        return self._projected(weights, gate[0] if gate else None, o, x), after
 
     def can_decode(self, weights: Any, x: jax.Array, state: Any, residual: Residual) -> bool:
         return self._token(weights, x, state) is not None and residual.takes(weights.o_proj)
@@ -279,7 +282,7 @@ class Attention(Layer[AttentionWeights]):
         token = self._token(weights, x, state)
         assert token is not None
         o, after = self._decoded(*token, state)
-        return *residual.plus(self._gated(weights, x, o), weights.o_proj), after
+        return *residual.plus(self._gated(self._gate(weights, x), o), weights.o_proj), after
 
     def decode_layers_arguments(self, weights: Any, state: Any) -> dict[str, Any] | None:
         names = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -311,18 +314,28 @@ class Attention(Layer[AttentionWeights]):
             "rotary_dim": self.rotated,
         }
 
-    def _projected(self, weights: Any, x: jax.Array, o: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
-        """What attention gives as the layer's output."""
-        return placed(project(self._gated(weights, x, o), weights.o_proj), explicit_axes(x))
+    @property
+    def _projections(self) -> tuple[str, ...]:
+        """The weights that x is multiplied by."""
+        return ("q_proj", "k_proj", "v_proj", *(("gate_proj",) if self.gated else ()))
 
-    def _gated(self, weights: Any, x: jax.Array, o: Float[Array, "B T H C"]) -> Float[Array, "B T E"]:
-        """What attention gives with its heads side by side, gated where it is."""
+    def _gate(self, weights: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T E"] | None:
+        return project(x, weights.gate_proj) if self.gated else None
+
+    def _projected(
+        self, weights: Any, gate: Float[Array, "B T E"] | None, o: Float[Array, "B T H C"], x: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """What attention gives as the layer's output, sharded as x is."""
+        return placed(project(self._gated(gate, o), weights.o_proj), explicit_axes(x))
+
+    def _gated(self, gate: Float[Array, "B T E"] | None, o: Float[Array, "B T H C"]) -> Float[Array, "B T E"]:
+        """What attention gives with its heads side by side, times the sigmoid of the gate, if there is one."""
         o = o.reshape(*o.shape[:2], self.num_heads * self.head_dim)
-        if self.gated:
-            gate = placed(project(x, weights.gate_proj), explicit_axes(o))
-            gate = jax.nn.sigmoid(gate.astype(accumulator(x.dtype)))
-            o = (o.astype(gate.dtype) * gate).astype(x.dtype)
-        return o
+        if gate is None:
+            return o
+        dtype = gate.dtype
+        gate = jax.nn.sigmoid(placed(gate, explicit_axes(o)).astype(accumulator(dtype)))
+        return (o.astype(gate.dtype) * gate).astype(dtype)
 
     def _token(self, weights: Any, x: jax.Array, state: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of `decode_qkv` for a single token over its fixed cache, where it has a kernel for it."""

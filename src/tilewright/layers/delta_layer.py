@@ -1,7 +1,7 @@
 """The delta-rule layers' base: their state, and all but the gates and the norm of the outputs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +12,17 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tilewright.core.dispatch import ImplementationName
 from tilewright.core.partitioning import explicit_axes, placed, run_on_parts
-from tilewright.core.quantized import QuantizedArray
-from tilewright.layers.layer import Layer, Leaf, Parameter, linear, norm, placed_state, project, split_heads
+from tilewright.layers.layer import (
+    Layer,
+    Leaf,
+    Parameter,
+    linear,
+    norm,
+    placed_state,
+    project,
+    project_each,
+    split_heads,
+)
 from tilewright.ops.delta_rule.api import LARGEST_WIDTH, SMALLEST_WIDTH
 from tilewright.ops.short_conv.api import MAX_WIDTH, MIN_WIDTH, short_conv, short_conv_step
 
@@ -65,11 +74,21 @@ class DeltaLayer[W](Layer[W]):
     def heads(self) -> Heads:
         raise NotImplementedError
 
-    def gates(self, weights: Any, x: Float[Array, "B T D"]) -> tuple[jax.Array, ...]:
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The weights that x is multiplied by."""
+        return ("q_proj", "k_proj", "v_proj", "beta_proj")
+
+    def projected(self, weights: Any, x: Float[Array, "B T D"]) -> dict[str, jax.Array]:
+        """x [B, T, D] times each of `projections`, by name."""
+        names = self.projections
+        return dict(zip(names, project_each(x, [getattr(weights, name) for name in names]), strict=True))
+
+    def gates(self, weights: Any, projected: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
         """The log-decays, where the delta rule takes any, and beta, both in float32."""
         raise NotImplementedError
 
-    def normalised(self, weights: Any, x: Float[Array, "B T D"], o: Float[Array, "B T HV V"]) -> jax.Array:
+    def normalised(self, weights: Any, projected: Mapping[str, jax.Array], o: Float[Array, "B T HV V"]) -> jax.Array:
         """The norm of the outputs, times their gate, if they have one."""
         raise NotImplementedError
 
@@ -137,12 +156,13 @@ class DeltaLayer[W](Layer[W]):
         (b, t, _), heads = x.shape, self.heads
         if segment_ids is not None and context is not None:
             segment_ids = placed(segment_ids, explicit_axes(x)[:2])
-        convolve = functools.partial(_convolved, x, segment_ids=segment_ids, context=context)
-        q, q_conv = convolve(weights.q_proj, weights.q_conv, state.q_conv, unit_heads=heads.key_heads)
-        k, k_conv = convolve(weights.k_proj, weights.k_conv, state.k_conv, unit_heads=heads.key_heads)
-        v, v_conv = convolve(weights.v_proj, weights.v_conv, state.v_conv)
+        projected = self.projected(weights, x)
+        convolve = functools.partial(_convolved, segment_ids=segment_ids, context=context)
+        q, q_conv = convolve(projected["q_proj"], weights.q_conv, state.q_conv, unit_heads=heads.key_heads)
+        k, k_conv = convolve(projected["k_proj"], weights.k_conv, state.k_conv, unit_heads=heads.key_heads)
+        v, v_conv = convolve(projected["v_proj"], weights.v_conv, state.v_conv)
         q, k = (split_heads(keys, heads.key_heads) for keys in (q, k))  # [B, T, H, K]
-        inputs = (q, k, split_heads(v, heads.value_heads), *self.gates(weights, x))
+        inputs = (q, k, split_heads(v, heads.value_heads), *self.gates(weights, projected))
         sequence, step = self.op
         if context is not None:
 
@@ -162,7 +182,7 @@ class DeltaLayer[W](Layer[W]):
                 before = jnp.zeros((b, heads.value_heads, heads.key_dim, heads.value_dim), jnp.float32)
             o, memory = step(before, *(array[:, 0] for array in inputs))
             o = o[:, None]
-        o = self.normalised(weights, x, o)  # [B, T, HV, V]
+        o = self.normalised(weights, projected, o)  # [B, T, HV, V]
         y = placed(project(o.reshape(b, t, heads.values), weights.o_proj), explicit_axes(x))
         return y, DeltaState(q_conv, k_conv, v_conv, memory)
 
@@ -180,8 +200,7 @@ class DeltaLayer[W](Layer[W]):
 
 
 def _convolved(
-    x: Float[Array, "B T D"],
-    projection: Float[Array, "D E"] | QuantizedArray,
+    y: Float[Array, "B T E"],
     filters: Float[Array, "W E"],
     conv_state: Float[Array, "B W-1 E"] | None,
     *,
@@ -189,11 +208,10 @@ def _convolved(
     context: str | None,
     unit_heads: int | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B W-1 E"]]:
-    """silu(conv(x projection)), and the convolution's state after it. A single token takes the step.
+    """silu(conv(y)), and the convolution's state after it. A single token takes the step.
 
     `unit_heads`: the heads that the channels are, each of which is then divided by its length; None for none.
     """
-    y = project(x, projection)
     over = explicit_axes(y)
     if unit_heads == 1:  # A head is normalised as a whole, so its channels are gathered, as `split_heads` does.
         over = [*over[:2], ()]
@@ -208,7 +226,7 @@ def _convolved(
             return short_conv(y, filters, segment_ids=segment_ids, axis_name=context, **options)
 
         return run_on_parts(on_part, (y, filters, segment_ids), (P(*over), P(over[0], None, over[2])))
-    if x.shape[1] != 1:
+    if y.shape[1] != 1:
         return short_conv(y, filters, initial_state=conv_state, segment_ids=segment_ids, **options)
     if conv_state is None:
         conv_state = placed(jnp.zeros((y.shape[0], filters.shape[0] - 1, y.shape[2]), y.dtype), over)

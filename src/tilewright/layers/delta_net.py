@@ -1,5 +1,6 @@
 """DeltaNet: the delta rule without a gate, the baseline of the gated layers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +8,7 @@ from jaxtyping import Array, Float
 
 from tilewright.core.numerics import accumulator
 from tilewright.layers.delta_layer import DeltaLayer, Heads
-from tilewright.layers.layer import Leaf, norm_weights, project
+from tilewright.layers.layer import Leaf, norm_weights
 from tilewright.ops.delta_rule.api import delta_rule
 from tilewright.ops.delta_rule.step.api import delta_rule_step
 from tilewright.ops.norm.api import rms_norm
@@ -63,9 +64,12 @@ class DeltaNet(DeltaLayer[DeltaNetWeights]):
     def heads(self) -> Heads:
         return Heads(self.num_heads, self.num_heads, self.key_dim, self.value_dim)
 
-    def gates(self, weights: DeltaNetWeights, x: Float[Array, "B T D"]) -> tuple[jax.Array, ...]:
-        beta = jax.nn.sigmoid(project(x, weights.beta_proj).astype(accumulator(x.dtype)))  # [B, T, H]
+    def gates(self, weights: DeltaNetWeights, projected: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        raw = projected["beta_proj"]
+        beta = jax.nn.sigmoid(raw.astype(accumulator(raw.dtype)))  # [B, T, H]
         return (2 * beta if self.negative_eigenvalues else beta,)
 
-    def normalised(self, weights: DeltaNetWeights, x: jax.Array, o: Float[Array, "B T H V"]) -> jax.Array:
+    def normalised(
+        self, weights: DeltaNetWeights, projected: Mapping[str, jax.Array], o: Float[Array, "B T H V"]
+    ) -> jax.Array:
         return rms_norm(o, norm_weights(weights.norm, o), eps=self.eps)

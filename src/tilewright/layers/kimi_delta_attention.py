@@ -1,7 +1,7 @@
 """Kimi Delta Attention, the layer of Kimi Linear: a gated delta rule with one decay per key channel."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,27 +120,41 @@ class KimiDeltaAttention(DeltaLayer[KimiDeltaAttentionWeights]):
             "dt_bias": weights.dt_bias.reshape(-1),
         }
 
-    def gates(self, weights: KimiDeltaAttentionWeights, x: Float[Array, "B T D"]) -> tuple[jax.Array, ...]:
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return (*super().projections, "decay_down", "gate_proj" if self.full_rank_gate else "gate_down")
+
+    def gates(self, weights: KimiDeltaAttentionWeights, projected: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
         def steps(x: jax.Array, w: Any, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
             raw = split_heads(project(x, w), self.num_heads)  # [B, T, H, K]
             over = explicit_axes(raw)[2]
             return kda_gate(raw, placed(A_log, [over]), placed(dt_bias, [over, ()]), self.lower_bound)
 
-        low, options = project(x, weights.decay_down), {"lower_bound": self.lower_bound}
-        arrays = {"x": low, "w": weights.decay_up, "A_log": weights.A_log, "dt_bias": weights.dt_bias}
+        options = {"lower_bound": self.lower_bound}
+        arrays = {
+            "x": projected["decay_down"],
+            "w": weights.decay_up,
+            "A_log": weights.A_log,
+            "dt_bias": weights.dt_bias,
+        }
         g = self._of_product(kda_gate_of_product, gate_has_kernel, steps, options, arrays)  # [B, T, H, K] float32
-        return g, jax.nn.sigmoid(project(x, weights.beta_proj).astype(g.dtype))  # [B, T, H]
+        return g, jax.nn.sigmoid(projected["beta_proj"].astype(g.dtype))  # [B, T, H]
 
-    def normalised(self, weights: KimiDeltaAttentionWeights, x: jax.Array, o: Float[Array, "B T H K"]) -> jax.Array:
+    def normalised(
+        self, weights: KimiDeltaAttentionWeights, projected: Mapping[str, jax.Array], o: Float[Array, "B T H K"]
+    ) -> jax.Array:
         options: Any = {"activation": "sigmoid", "eps": self.eps}
+        norm = norm_weights(weights.norm, o)
+
+        def gated(o: jax.Array, gate: jax.Array, norm: jax.Array) -> jax.Array:
+            return gated_rms_norm(o, split_heads(gate, self.num_heads), norm, **options)
 
         def steps(o: jax.Array, x: jax.Array, w: Any, norm: jax.Array) -> jax.Array:
-            return gated_rms_norm(o, split_heads(project(x, w), self.num_heads), norm_weights(norm, o), **options)
+            return gated(o, project(x, w), norm)
 
         if self.full_rank_gate:  # One kernel gains nothing there (ops/norm/of_product).
-            return steps(o, x, weights.gate_proj, weights.norm)
-        low = project(x, weights.gate_down)
-        arrays = {"o": o, "x": low, "w": weights.gate_up, "norm": norm_weights(weights.norm, o)}
+            return gated(o, projected["gate_proj"], norm)
+        arrays = {"o": o, "x": projected["gate_down"], "w": weights.gate_up, "norm": norm}
         return self._of_product(gated_rms_norm_of_product, norm_has_kernel, steps, options, arrays)
 
     def can_decode(self, weights: Any, x: jax.Array, state: Any, residual: Residual) -> bool:

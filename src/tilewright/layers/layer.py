@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,14 +13,22 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from tilewright.core.arguments import FLOATING, shown
+from tilewright.core.derivatives import forward_only, with_derivatives
+from tilewright.core.manual_axes import vary_alike
 from tilewright.core.partitioning import axes_named, explicit_axes, placed
 from tilewright.core.quantized import QuantizedArray, quantize
 from tilewright.core.target import current_chip
 from tilewright.ops.attention.decode_residual.api import decode_residual, has_kernel
 from tilewright.ops.matmul.api import matmul
+from tilewright.ops.matmul.sum.api import MOST_PAIRS, matmul_sum, named
+from tilewright.ops.matmul.sum.api import has_kernel as sum_has_kernel
 
 _INT4_BLOCK = 128
 _FEW_ROWS, _WHOLE = 64, 64
+# A gradient of so many numbers has 128 tiles of 128 x 256: about one for each multiprocessor of an H200. For fewer numbers
+# XLA takes smaller tiles.
+_LARGE, _TILE_ROWS = 2**22, 8
+_THIN = 256  # Columns that are copied first where they are no multiple of _WHOLE.
 _MOST_NAMED = 24  # Tensors that an error lists.
 # A field of a pytree: an array, or what a tree.map has put in its place, such as a ShapeDtypeStruct or a sharding.
 Leaf = Any
@@ -83,9 +91,7 @@ def project(
     """
     if isinstance(w, QuantizedArray):
         return matmul(x, w) if dtype is None else matmul(x, w).astype(dtype)
-    # With bfloat16 in and out, the matrix unit accumulates in float32, and the backward's products are bfloat16 too.
-    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    w = w.astype(x.dtype)
+    precision, w = _precision(x), w.astype(x.dtype)
     (*tokens, channels), (rows, columns) = explicit_axes(x), explicit_axes(w)
     if not any((*tokens, channels, rows, columns)):
         if not transposed and _is_decoded(x, w):
@@ -97,6 +103,75 @@ def project(
     mesh = jax.typeof(w if inner or columns else x).sharding.mesh
     sharding = NamedSharding(mesh, P(*tokens, columns))
     return jnp.dot(x, w, precision=precision, preferred_element_type=dtype, out_sharding=sharding)
+
+
+def _precision(x: jax.Array) -> jax.lax.Precision | None:
+    """Of products of x. With bfloat16 in and out, the matrix unit accumulates in float32, and the backward's products are
+    bfloat16 too.
+    """
+    return None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+
+
+def project_each(x: Float[Array, "*tokens D"], weights: Sequence[Any]) -> list[Float[Array, "*tokens _"]]:
+    """`project(x, w)` for each of the weights [D, E].
+
+    On a Hopper GPU the gradient of a large x is one kernel (`matmul_sum`). Autodiff would write a gradient per weight to
+    memory, and add them up.
+    """
+    if not _sums_gradients(x, weights):
+        return [project(x, w) for w in weights]
+    # A weight that is the same on every device has the sum of their gradients (inside `shard_map`).
+    x, *cast = vary_alike(x, *(w.astype(x.dtype) for w in weights))
+    return _projected_by_each(x, cast)
+
+
+def _sums_gradients(x: jax.Array, weights: Sequence[Any]) -> bool:
+    """Whether a kernel computes the gradient of x, of sizes that it reads as they are, or nearly so."""
+    if not 1 < len(weights) <= MOST_PAIRS or any(isinstance(w, QuantizedArray) for w in weights):
+        return False
+    (*tokens, channels), columns = x.shape, [w.shape[1] for w in weights]
+    rows = math.prod(tokens)
+    if not isinstance(rows, int) or rows * channels < _LARGE or rows % _TILE_ROWS or channels % _WHOLE:
+        return False
+    if any(each % _WHOLE and each > _THIN for each in columns):
+        return False
+    if current_chip((x, *weights)).platform != "gpu" or any(any(explicit_axes(each)) for each in (x, *weights)):
+        return False
+    return sum_has_kernel(tuple(tokens), channels, columns, x.dtype)
+
+
+def _each_forward(x: jax.Array, weights: list[jax.Array]) -> tuple[list[jax.Array], tuple[jax.Array, list[jax.Array]]]:
+    return [project(x, w) for w in weights], (x, weights)
+
+
+def _each_tangent(saved: tuple[jax.Array, list[jax.Array]], tangents: tuple[jax.Array, list[jax.Array]]) -> Any:
+    (x, weights), (dx, d_weights) = saved, tangents
+    return [project(dx, w) + project(x, dw) for w, dw in zip(weights, d_weights, strict=True)]
+
+
+def _each_backward(saved: tuple[jax.Array, list[jax.Array]], cotangents: list[jax.Array]) -> Any:
+    x, weights = saved
+    tokens = tuple(range(x.ndim - 1))
+    over = (tokens, tokens), ((), ())
+    d_weights = [jax.lax.dot_general(x, dy, over, precision=_precision(x)) for dy in cotangents]
+
+    def kernel(cotangents: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+        return matmul_sum(**named(cotangents, weights))
+
+    def products(cotangents: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+        first, *others = (project(dy, w.T, transposed=True) for dy, w in zip(cotangents, weights, strict=True))
+        return sum(others, first)
+
+    return forward_only(kernel, products)(cotangents, weights), d_weights
+
+
+_projected_by_each = with_derivatives(
+    lambda x, weights: _each_forward(x, weights)[0],
+    forward=_each_forward,
+    tangent=_each_tangent,
+    backward=_each_backward,
+    differentiable=2,
+)
 
 
 def _is_decoded(x: jax.Array, w: jax.Array) -> bool:

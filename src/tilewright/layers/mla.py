@@ -36,6 +36,7 @@ from tilewright.layers.layer import (
     norm_weights,
     placed_state,
     project,
+    project_each,
     split_heads,
 )
 from tilewright.ops.attention.api import flash_attention
@@ -234,8 +235,8 @@ class LatentAttention(Layer[LatentAttentionWeights]):
         self, weights: Any, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T L"]]:
         """The queries [B, T, H, C + E] and the latents [B, T, R + E] of tokens."""
-        q = split_heads(project(x, weights.q_proj), self.num_heads)
-        down, r = project(x, weights.kv_down), self.latent_dim
+        q, down = project_each(x, [weights.q_proj, weights.kv_down])
+        q, r = split_heads(q, self.num_heads), self.latent_dim
         latent = rms_norm(down[..., :r], norm_weights(weights.kv_norm, x), eps=self.eps)
         return q, jnp.concatenate([latent, down[..., r:]], axis=-1)
 

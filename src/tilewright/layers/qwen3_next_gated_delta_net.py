@@ -1,5 +1,6 @@
 """Gated DeltaNet of Qwen3-Next: a gated delta rule with one decay per head."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float
 
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.layers.delta_layer import DeltaLayer, Heads, decay_parameters
-from tilewright.layers.layer import Leaf, Parameter, Tensors, linear, norm, norm_weights, project, split_heads
+from tilewright.layers.layer import Leaf, Parameter, Tensors, linear, norm, norm_weights, split_heads
 from tilewright.ops.delta_rule.api import gated_delta_rule, gdn_gate
 from tilewright.ops.delta_rule.step.api import gated_delta_rule_step
 from tilewright.ops.norm.api import gated_rms_norm
@@ -136,14 +137,20 @@ class Qwen3NextGatedDeltaNet(DeltaLayer[Qwen3NextGatedDeltaNetWeights]):
         values = self.num_value_heads // self.num_key_heads * self.value_dim
         return self.key_dim, self.key_dim, values, values
 
-    def gates(self, weights: Qwen3NextGatedDeltaNetWeights, x: Float[Array, "B T D"]) -> tuple[jax.Array, ...]:
-        a = project(x, weights.decay_proj)
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return (*super().projections, "decay_proj", "gate_proj")
+
+    def gates(
+        self, weights: Qwen3NextGatedDeltaNetWeights, projected: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        a = projected["decay_proj"]
         A_log, dt_bias = (placed(w, explicit_axes(a)[2:]) for w in (weights.A_log, weights.dt_bias))
         g = gdn_gate(a, A_log, dt_bias)  # [B, T, HV] float32
-        return g, jax.nn.sigmoid(project(x, weights.beta_proj).astype(g.dtype))  # [B, T, HV]
+        return g, jax.nn.sigmoid(projected["beta_proj"].astype(g.dtype))  # [B, T, HV]
 
     def normalised(
-        self, weights: Qwen3NextGatedDeltaNetWeights, x: jax.Array, o: Float[Array, "B T HV V"]
+        self, weights: Qwen3NextGatedDeltaNetWeights, projected: Mapping[str, jax.Array], o: Float[Array, "B T HV V"]
     ) -> jax.Array:
-        gate = split_heads(project(x, weights.gate_proj), self.num_value_heads)
+        gate = split_heads(projected["gate_proj"], self.num_value_heads)
         return gated_rms_norm(o, gate, norm_weights(weights.norm, o), activation="silu", eps=self.eps)

@@ -36,7 +36,6 @@ WIDE = {
         d_model=D, num_heads=2, latent_dim=64, key_dim=32, shared_key_dim=32, value_dim=64
     ),
 }
-NARROW = {name: dataclasses.replace(one, d_model=32) for name, one in WIDE.items()}
 
 
 def sums(
@@ -111,12 +110,12 @@ def assert_same(got: Any, want: Any, error: float = 1e-5) -> None:
     [
         ("gated attention", "float32"),
         ("gated attention", "bfloat16"),
-        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in NARROW if name != "gated attention"),
+        pytest.param("kda", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_layers_have_the_same_gradients(summed: pytest.MonkeyPatch, name: str, dtype: str) -> None:
     """Of float32 weights with activations of either dtype; outputs keep their bits."""
-    one = NARROW[name]
+    one = dataclasses.replace(WIDE[name], d_model=32)
     weights = one.init(jax.random.key(0))
     x, dy = drawn((2, 5, 32), (2, 5, 32), dtype=dtype)
 

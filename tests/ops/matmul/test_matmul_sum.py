@@ -28,7 +28,6 @@ class TestMatmulSum(OpContract):
     cuts: ClassVar = {
         "rows": {"tokens0": "x"},
         "columns": {"N": "y"},
-        "both": {"tokens0": "x", "N": "y"},
         "sums": {"tokens0": "x", "K0": "y", "K1": "y", "K2": "y"},
     }
     only_compiler = ("sums",)

@@ -44,7 +44,6 @@ from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import (
     lowest_of_all,
     sums_of_gates,
 )
-from tilewright.ops.delta_rule.pallas_gpu.sm90_gradients import SIDES, ValueTiles
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
     REGISTERS,
@@ -67,6 +66,7 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     store_in_register_order,
     zeros,
 )
+from tilewright.ops.delta_rule.pallas_gpu.value_tiles import SIDES, ValueTiles
 from tilewright.pallas.gpu.kernel import compiler_params, processors, run_kernel
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
@@ -125,7 +125,8 @@ def _products_kernel(
         def _one_chunk(index: Any) -> None:
             b, hv, n = coordinates(index)
             where = b, hv, n, pl.ds(n * CHUNK, CHUNK)
-            values.copy(index, where, (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
+            for t in range(tiles):
+                values.copy(index, t, where, (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
 
     @pl.when(side < SIDES)
     def _compute():

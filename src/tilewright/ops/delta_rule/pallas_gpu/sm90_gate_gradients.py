@@ -10,6 +10,8 @@ A chunk is a row of a tile, a token a column, and a thread block has 64 chunks, 
 heads it takes 8.3 us for T8192 and 12.8 us for B4 T4096 (H200). XLA makes 19 small kernels of it.
 """
 
+import functools
+import itertools
 import math
 
 import jax
@@ -19,22 +21,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import sums_over_tokens, total_over_tokens
-from tilewright.ops.delta_rule.pallas_gpu.tiles import CHUNK, SQUARE, Row, bfloat16_tile, float32_array, positions
+from tilewright.ops.delta_rule.pallas_gpu.tiles import (
+    CHUNK,
+    SQUARE,
+    WARPS,
+    Row,
+    bfloat16_tile,
+    float32_array,
+    positions,
+)
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.registers import WGMMA, store
 
 
 class SumRow:
-    """What the gradients' kernel sums over channels or tokens, one row each: k . (u dS'^T); columns of the pairs' sums;
-    what goes through exp(G_i), rows of the pairs' sums included; S . dS'. The last two are for a gate.
+    """What the gradients' kernel sums over channels or tokens, in rows: k . (u dS'^T); columns of the pairs' sums, a row
+    for each warp; what goes through exp(G_i), rows of the pairs' sums included; S . dS'. The last two are for a gate.
     """
 
-    K_U_DS, COLUMNS, ROWS, STATES = range(4)
+    K_U_DS, COLUMNS, ROWS, STATES = 0, 1, 1 + WARPS, 2 + WARPS
 
     @staticmethod
     def count(*, gated: bool) -> int:
-        return 4 if gated else 2
+        return 3 + WARPS if gated else 1 + WARPS
 
 
 def _kernel(
@@ -54,17 +64,17 @@ def _kernel(
     def gate(row: int) -> jax.Array:
         return plgpu.load(gates_ref.at[chunks, row], layout=WGMMA, optimized=False)
 
-    def summed(row: int) -> jax.Array:
-        parts = range(sums_ref.shape[1])
-        first, *others = (plgpu.load(sums_ref.at[chunks, n, row], layout=WGMMA, optimized=False) for n in parts)
-        return sum(others, first)
+    def summed(first: int, count: int = 1) -> jax.Array:
+        places = itertools.product(range(sums_ref.shape[1]), range(first, first + count))
+        every = (plgpu.load(sums_ref.at[chunks, *place], layout=WGMMA, optimized=False) for place in places)
+        return functools.reduce(jnp.add, every)
 
     i, j = positions()
     is_last = j == CHUNK - 1
     coarse, fine = gate(Row.COARSE), gate(Row.FINE)
     all_coarse, all_fine = (total_over_tokens(jnp.where(is_last, sum_, 0.0)) for sum_ in (coarse, fine))
     through_end = jnp.exp((all_coarse - coarse) + (all_fine - fine)) * summed(SumRow.K_U_DS)
-    d_beta = through_end + summed(SumRow.COLUMNS)
+    d_beta = through_end + summed(SumRow.COLUMNS, WARPS)
     store(d_beta_ref.at[chunks], d_beta)
     if d_g_ref is None:
         return

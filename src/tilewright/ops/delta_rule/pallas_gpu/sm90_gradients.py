@@ -11,9 +11,18 @@ The gradient of G_i is what goes through exp(G_i) less what goes through exp(-G_
 columns.
 
 A thread block is persistent. It takes chunks of a query head one after the other, with all value heads of its group,
-whose dq and dk it sums (between heads these are in a buffer of its own, which stays in the L2 cache). Each of its two
-consumer warpgroups has 64 key channels of dq and dk; one computes Y and the other Z, which both need. Values pass by 64
-channels at a time (`ValueTiles`).
+whose dq and dk it sums in registers. Each of its two consumer warpgroups has 64 key channels of dq and dk; one computes
+Y and the other Z, which both need. Values pass by 64 channels at a time (`ValueTiles`).
+
+With dq and dk of the heads before in registers there is no room for the four products through the states at once, so
+they follow each other (`_Head.one_by_one`). Tiles are held longer for that: with one value head per query head, where
+nothing is carried, they run at once (`_Head.at_once`).
+
+In a Gated DeltaNet layer (16 / 32 heads, B4 T4096, H200) it takes 565 us, and 792 us with 96 heads of T8192. Tried and
+dropped there: sums between heads in a buffer in global memory (775 to 790 us; 500 without them, which is wrong), since the
+values that pass by evict it from the L2 cache, with hints, too. One by one where nothing is carried: 896 us for the 96
+heads. One by one for each tile by itself, in a loop that releases each: 805 and 1,361 us; unrolled, the compiler
+serialises the products.
 
 Numerics: S is rounded once. Y, Z, u and dS' are bf16x2: the gradients of gates and betas are sums of many terms of
 either sign.
@@ -22,7 +31,7 @@ either sign.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +49,7 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     REGISTERS,
     SQUARE,
     TILE,
+    WARPS,
     Row,
     Sizes,
     bfloat16_array,
@@ -50,7 +60,10 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     float32_buffer,
     loop,
     positions,
+    store_column_sums,
+    zeros,
 )
+from tilewright.ops.delta_rule.pallas_gpu.value_tiles import SIDES, ValueTile, ValueTiles
 from tilewright.pallas.gpu.kernel import compiler_params, processors, run_kernel
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
@@ -59,95 +72,120 @@ from tilewright.pallas.gpu.registers import (
     load_along_rows,
     opaque_zero,
     split_hi_lo,
+    store,
     transposed,
     upcast_elements,
 )
 from tilewright.pallas.gpu.scheduler import RoundRobin, divmod_nonnegative
-from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, product, products, wait_for_products
+from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, product, with_accumulators
 
-SIDES = 2
-"""Consumer warpgroups: the one of Y and the one of Z."""
 _GATE_STAGES = 2
-
-
-@dataclass(frozen=True)
-class ValueTiles:
-    """A pipeline over value channels, 64 per stage: dO, dv, u, S and dS', and the products that sum over them."""
-
-    pipeline: Pipeline
-    tiles: int
-    """Tiles of value channels per chunk."""
-    depth_tiles: int
-
-    @staticmethod
-    def scratch(sizes: Sizes, config: DeltaRuleSm90Backward) -> Pipeline:
-        stages, depth_tiles = config.gradient_stages, sizes.depth_tiles
-        return Pipeline.scratch(
-            stages,
-            copies=2 + HI_LO + depth_tiles * (1 + HI_LO),
-            consumers=SIDES,
-            values=bfloat16_tile(stages, 2, *SQUARE),  # [2, C, V]: dO, dv
-            u=bfloat16_tile(stages, HI_LO, *SQUARE),  # [2, V, C]
-            states=bfloat16_tile(stages, depth_tiles, *SQUARE),  # [depth_tiles, V, K]
-            d_states=bfloat16_tile(stages, HI_LO, depth_tiles, *SQUARE),  # [2, depth_tiles, V, K]
-        )
-
-    def copy(self, index: Any, where: tuple[Any, Any, Any, Any], refs: tuple[Any, Any, Any, Any, Any]) -> None:
-        """Copies the index-th chunk of this thread block, which is `where`: batch, value head, chunk and tokens."""
-        (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref), to = where, refs, self.pipeline
-        for t in range(self.tiles):
-            step = index * self.tiles + t
-            stage = to.acquire(step)
-            mine = pl.ds(t * TILE, TILE)
-            copies = [
-                (d_o_ref.at[b, tokens, hv, mine], to.values.at[stage, 0]),
-                (d_v_ref.at[b, tokens, hv, mine], to.values.at[stage, 1]),
-                *((u_ref.at[b, hv, n, part, mine], to.u.at[stage, part]) for part in range(HI_LO)),
-            ]
-            for d in range(self.depth_tiles):
-                keys = pl.ds(d * TILE, TILE)
-                copies.append((states_ref.at[b, hv, n, mine, keys], to.states.at[stage, d]))
-                for part in range(HI_LO):
-                    copies.append((d_states_ref.at[b, hv, n, part, mine, keys], to.d_states.at[stage, part, d]))
-            to.copy(step, copies, stage=stage)
-
-    def products(
-        self, index: Any, zero: Any, d: Any, side: Any, state_product: Callable[[Any, Any], jax.Array] | None
-    ) -> tuple[jax.Array, ...]:
-        """dO S^T, dv S^T and u dS'^T [C, 64] of the d-th key channels; dO u^T or dv u^T [C, C], by side.
-
-        They are followed by the sum of `state_product(S, dS')`, where that is given.
-        """
-
-        def add_values(do_s: Accumulator, dv_s: Accumulator, u_ds: Accumulator, pairs: Accumulator) -> Any:
-            sums, tiles = [], self.pipeline
-            issued = 5 + HI_LO  # By an iteration.
-            for t in range(self.tiles):
-                stage = tiles.stage(index * self.tiles + t) + zero
-                tiles.wait(index, stage=stage)
-                d_o, d_v, state = tiles.values.at[stage, 0], tiles.values.at[stage, 1], tiles.states.at[stage, d]
-                u, d_states = tiles.u.at[stage], tiles.d_states.at[stage]
-                do_s.add(d_o, state)  # [C, V] [V, K]
-                dv_s.add(d_v, state)
-                u_ds.add(transposed(u.at[0]), d_states.at[0, d])
-                u_ds.add(transposed(u.at[0]), d_states.at[1, d])
-                u_ds.add(transposed(u.at[1]), d_states.at[0, d])
-                for part in range(HI_LO):
-                    pairs.add(tiles.values.at[stage, side], u.at[part])  # [C, V] [V, C]
-                if state_product is not None:
-                    sums.append(state_product(state, d_states.at[0, d]))
-                if t > 0:
-                    wait_for_products(issued)
-                    tiles.release(index * self.tiles + t - 1)
-            wait_for_products(0)
-            tiles.release(index * self.tiles + self.tiles - 1)
-            return (functools.reduce(jnp.add, sums),) if sums else ()
-
-        return products((SQUARE,) * 4, add_values)
 
 
 def _load(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
+
+class _Terms(NamedTuple):
+    """What else the products through the states give."""
+
+    pairs: jax.Array  # dO u^T or dv u^T [C, C], by side
+    k_u_ds: jax.Array  # [C]: k . (u dS'^T), by token
+    rows: jax.Array  # [C]: what goes through exp(G), of the states, by token
+    states: jax.Array | None  # [64]: S . dS', by value channel of a tile; for a gate
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A chunk of a value head in one of the warpgroups, and the products through its states."""
+
+    values: ValueTiles
+    index: Any
+    zero: Any
+    d: Any  # Its tile of key channels.
+    side: Any
+    queries: Any  # [C, 64]
+    keys: Any  # [C, 64]
+    gates: Any  # [Row.COUNT, C]
+    wait_for_others: Callable[[], None]
+    """Waits for queries, keys and gates; the values come before them."""
+    scale: float
+    gated: bool
+
+    def at_once(self) -> tuple[tuple[jax.Array, jax.Array], _Terms]:
+        """dq and dk through the states."""
+        state_product = self._state_product if self.gated else None
+        do_s, dv_s, u_ds, pairs, *states = self.values.products(self.index, self.zero, self.d, self.side, state_product)
+        self.wait_for_others()
+        do_s, dv_s = do_s * (self._decay(Row.DECAY_IN) * self.scale), dv_s * self._decay(Row.DECAY_IN)
+        keys = _load(self.keys)
+        k_u_ds, rows = jnp.sum(keys * u_ds, axis=1), jnp.sum(_load(self.queries) * do_s - keys * dv_s, axis=1)
+        return (do_s, u_ds * self._decay(Row.DECAY_OUT) - dv_s), _Terms(pairs, k_u_ds, rows, *(states or (None,)))
+
+    def one_by_one(self, d_q: jax.Array, d_k: jax.Array) -> tuple[tuple[jax.Array, jax.Array], _Terms]:
+        """The given dq and dk and those through the states.
+
+        A product is used while the next one runs. All tiles that are in shared memory together are summed up before.
+        """
+        sums, every = (d_q, d_k), []
+        for tiles in self.values.rounds():
+            sums, terms = self._one_by_one(tiles, *sums)
+            every.append(terms)
+        return sums, functools.reduce(functools.partial(jax.tree.map, jnp.add), every)
+
+    def _one_by_one(self, tiles: range, d_q: jax.Array, d_k: jax.Array) -> Any:
+        """That of some tiles. Each product has its registers from where it begins."""
+        views: list[ValueTile] = []
+        one = functools.partial(with_accumulators, (SQUARE,))
+
+        def begin(u_ds: Accumulator) -> Any:
+            for t in tiles:
+                view = self.values.wait(self.index, t, self.zero)
+                view.add_u_d_states(u_ds, self.d)
+                views.append(view)
+            if tiles.start == 0:
+                self.wait_for_others()
+            return one(functools.partial(add_dv, u_ds))
+
+        def add_dv(u_ds: Accumulator, dv_s: Accumulator) -> Any:
+            for view in views:
+                dv_s.add(view.values.at[1], view.states.at[self.d])
+            product_ = u_ds.read(in_flight=len(views))
+            k_u_ds = jnp.sum(_load(self.keys) * product_, axis=1)
+            return one(functools.partial(add_do, d_k + product_ * self._decay(Row.DECAY_OUT), k_u_ds, dv_s))
+
+        def add_do(d_k: jax.Array, k_u_ds: jax.Array, dv_s: Accumulator, do_s: Accumulator) -> Any:
+            for view in views:
+                do_s.add(view.values.at[0], view.states.at[self.d])
+            product_ = dv_s.read(in_flight=len(views)) * self._decay(Row.DECAY_IN)
+            rows = -jnp.sum(_load(self.keys) * product_, axis=1)
+            return one(functools.partial(add_pairs, d_k - product_, k_u_ds, rows, do_s))
+
+        def add_pairs(d_k: jax.Array, k_u_ds: jax.Array, rows: jax.Array, do_s: Accumulator, pairs: Accumulator) -> Any:
+            for view in views:
+                view.add_pairs(pairs, self.side)
+            decay_in = self._decay(Row.DECAY_IN) * self.scale
+            product_ = do_s.read(in_flight=HI_LO * len(views)) * decay_in
+            rows = rows + jnp.sum(_load(self.queries) * product_, axis=1)
+            states = None
+            if self.gated:
+                of_tiles = (self._state_product(view.states.at[self.d], view.d_states.at[0, self.d]) for view in views)
+                states = functools.reduce(jnp.add, of_tiles)
+            sums = d_q + product_, d_k
+            terms = _Terms(pairs.read(), k_u_ds, rows, states)
+            for t in tiles:
+                self.values.release(self.index, t)
+            return sums, terms
+
+        return one(begin)
+
+    def _decay(self, row: int) -> jax.Array:
+        return load_along_rows(self.gates.at[row], SQUARE)
+
+    def _state_product(self, state: Any, d_state: Any) -> jax.Array:
+        sum_ = jnp.sum(_load(state) * _load(d_state), axis=1)
+        fence_interpreted_load()
+        return sum_
 
 
 def _gradient_kernel(
@@ -161,15 +199,13 @@ def _gradient_kernel(
     gates_ref,  # [B, HV, chunks, Row.COUNT, C]
     # outputs
     d_q_ref, d_k_ref,  # [B, T, H, K]
-    rows_ref,  # [B, HV, chunks, SIDES, 2 or 4, C]
-    partial_ref,  # [blocks, SIDES, 2, C, 64]: dq and dk between the heads of a group
+    sums_ref,  # [B, HV, chunks, SIDES, SumRow.count, C]
     # scratch
     qk_tiles,  # [2, depth_tiles, C, 64]
     value_tiles: Pipeline,  # `ValueTiles`
     pair_tiles,  # [SIDES, C, C]
     qk_full, qk_empty,
     gate_tiles: Pipeline,  # rows [Row.COUNT, C]
-    row_tiles,  # [SIDES, 2 or 4, C]
     exchanged, finished,
     # static
     sizes: Sizes,
@@ -185,12 +221,12 @@ def _gradient_kernel(
     count = scheduler.count
     values = ValueTiles(value_tiles, tiles, depth_tiles)
 
-    def coordinates(index: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Batch, query head, value head, chunk, and the head's number in its group."""
+    def coordinates(index: Any) -> tuple[Any, Any, Any, Any]:
+        """Batch, query head, value head and chunk."""
         number, member = divmod_nonnegative(index, group)
         rest, n = divmod_nonnegative(scheduler.tile(number), sizes.chunks)
         b, h = divmod_nonnegative(rest, sizes.h)
-        return b, h, h * group + member, n, member
+        return b, h, h * group + member, n
 
     @pl.when(side == SIDES)
     def _produce():
@@ -198,19 +234,25 @@ def _gradient_kernel(
 
         @loop(count * group)
         def _one_head(index: Any) -> None:
-            b, h, hv, n, member = coordinates(index)
+            b, h, hv, n = coordinates(index)
             tokens = pl.ds(n * CHUNK, CHUNK)
             gate_tiles.fetch(index, rows=gates_ref.at[b, hv, n])
-            values.copy(index, (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
 
-            # After the values: those are needed first, and these wait until the chunk before is done.
-            @pl.when(member == 0)
-            def _queries_and_keys():
+            def copy_queries_and_keys() -> None:
                 pl.when(index > 0)(lambda: plgpu.barrier_wait(qk_empty))
                 for which, ref in enumerate((q_ref, k_ref)):
                     for d in range(depth_tiles):
                         source = ref.at[b, tokens, h, pl.ds(d * TILE, TILE)]
                         plgpu.copy_gmem_to_smem(source, qk_tiles.at[which, d], qk_full)
+
+            first_round, *others = values.rounds()
+            for round_ in (first_round, *others):
+                for t in round_:
+                    values.copy(index, t, (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
+                # After the first values, which are needed first: the chunk before still has these tiles. Before the
+                # others, whose stages are released by those who wait for these.
+                if round_ == first_round:
+                    pl.when(lax.rem(index, jnp.int32(group)) == 0)(copy_queries_and_keys)
 
     @pl.when(side < SIDES)
     def _compute():
@@ -218,44 +260,30 @@ def _gradient_kernel(
         # With 64 key channels both warpgroups have the same ones, and the second one's sums are left out.
         d = side if depth_tiles > 1 else 0
         own = 1.0 if depth_tiles > 1 else jnp.where(side == 0, 1.0, 0.0)
-        rows = row_tiles.at[side]
 
-        def state_product(state: Any, d_state: Any) -> jax.Array:
-            summed = jnp.sum(_load(state) * _load(d_state), axis=1)
-            fence_interpreted_load()
-            return summed
-
-        @loop(count * group)
-        def _one_head(index: Any) -> None:
-            b, h, hv, n, member = coordinates(index)
-            tokens = pl.ds(n * CHUNK, CHUNK)
-            zero = opaque_zero(index)
+        def one_head(index: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """dq and dk of a chunk with those of a value head, given those of the heads of its group before it."""
+            b, h, hv, n = coordinates(index)
+            zero, member = opaque_zero(index), lax.rem(index, jnp.int32(group))
             queries, keys = qk_tiles.at[zero, d], qk_tiles.at[zero + 1, d]  # [C, 64]
-            do_s, dv_s, u_ds, pairs, *state_sums = values.products(
-                index, zero, d, side, state_product if gated else None
-            )
-            gate_stage = gate_tiles.wait(index)
-            gates = gate_tiles.rows.at[gate_stage]
-            pl.when(member == 0)(lambda: plgpu.barrier_wait(qk_full))
-            # The rows of the chunk before have been copied.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            gates = gate_tiles.rows.at[lax.rem(index, jnp.int32(_GATE_STAGES))]
 
-            # Through the states.
-            decay_in = load_along_rows(gates.at[Row.DECAY_IN], SQUARE)
-            do_s, dv_s = do_s * (decay_in * scale), dv_s * decay_in
-            k_tile = _load(keys)
-            rows.at[SumRow.K_U_DS][...] = jnp.sum(k_tile * u_ds, axis=1) * own
-            d_q, d_k = do_s, u_ds * load_along_rows(gates.at[Row.DECAY_OUT], SQUARE) - dv_s
+            def wait_for_others() -> None:
+                gate_tiles.wait(index)
+                pl.when(member == 0)(lambda: plgpu.barrier_wait(qk_full))
+
+            head = _Head(values, index, zero, d, side, queries, keys, gates, wait_for_others, scale, gated)
             if group > 1:
-                before = (partial_ref.at[block, side, which] for which in (0, 1))
-                d_q, d_k = (
-                    gradient + jnp.where(member > 0, plgpu.load(ref, layout=WGMMA, optimized=False), 0.0)
-                    for gradient, ref in zip((d_q, d_k), before, strict=True)
-                )
-            through_states = None
-            if gated:
-                through_states = jnp.sum(_load(queries) * do_s - k_tile * dv_s, axis=1) * own
-                rows.at[SumRow.STATES][...] = state_sums[0] * own
+                sums, terms = head.one_by_one(*(jnp.where(member > 0, sum_, 0.0) for sum_ in sums))
+            else:
+                sums, terms = head.at_once()
+
+            def put(row: int, sum_: jax.Array) -> None:
+                store(sums_ref.at[b, hv, n, side, row], sum_)
+
+            put(SumRow.K_U_DS, terms.k_u_ds * own)
+            if terms.states is not None:
+                put(SumRow.STATES, terms.states * own)
 
             # Between the tokens.
             def add_scores(sum_: Accumulator) -> None:
@@ -265,11 +293,12 @@ def _gradient_kernel(
             scores = product(SQUARE, add_scores)  # q_i . k_j, or k_i . k_j
             i, j = positions()
             sign = jnp.where(side == 0, scale, -1.0)
-            pairs = jnp.where(i - j >= side, pairs * decay(gates, i, j) * sign, 0.0)  # Y or Z
-            scores = scores * pairs
+            pair = jnp.where(i - j >= side, terms.pairs * decay(gates, i, j) * sign, 0.0)  # Y or Z
+            scores = scores * pair
             beta = load_along_columns(gates.at[Row.BETA], SQUARE)
-            if through_states is not None:
-                rows.at[SumRow.ROWS][...] = through_states + jnp.sum(scores * beta, axis=1)
+            if gated:
+                put(SumRow.ROWS, terms.rows * own + jnp.sum(scores * beta, axis=1))
+            store_column_sums(sums_ref.at[b, hv, n, side, pl.ds(SumRow.COLUMNS, WARPS)], scores)
 
             def add_pairs(d_q: Accumulator, d_k: Accumulator) -> None:
                 y, z = pair_tiles.at[zero], pair_tiles.at[zero + 1]
@@ -278,51 +307,34 @@ def _gradient_kernel(
                 d_k.add(z, keys)
                 d_k.add(transposed(z), keys)
 
-            def both_have_read() -> None:
-                plgpu.barrier_arrive(finished)
-                plgpu.barrier_wait(finished)
-
             # Hi, then lo: there is no room for a tile of each.
-            for part, value in enumerate(split_hi_lo(pairs * beta, widen=upcast_elements)):
-                if part > 0:
-                    both_have_read()
-                pair_tiles[side] = value
+            for part in split_hi_lo(pair * beta, widen=upcast_elements):
+                pair_tiles[side] = part
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(exchanged)
                 plgpu.barrier_wait(exchanged)
-                d_q, d_k = accumulate((d_q, d_k), add_pairs)
-            gate_tiles.release(index, stage=gate_stage)
+                sums = accumulate(sums, add_pairs)
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+            gate_tiles.release(index)
 
-            def add_columns() -> None:
-                rows.at[SumRow.COLUMNS][...] = jnp.sum(scores, axis=0)
+            @pl.when(member == group - 1)
+            def _last_of_group() -> None:
+                @pl.when(side < depth_tiles)
+                def _store() -> None:
+                    # The tiles of queries and keys have been read: the gradients go out through them.
+                    queries[...], keys[...] = (sum_.astype(jnp.bfloat16) for sum_ in sums)
+                    plgpu.commit_smem()
+                    for tile, ref in ((queries, d_q_ref), (keys, d_k_ref)):
+                        own = ref.at[b, pl.ds(n * CHUNK, CHUNK), h, pl.ds(d * TILE, TILE)]
+                        plgpu.copy_smem_to_gmem(tile, own)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            # Sums over rows pass between warps through memory that the warpgroups share: one after the other.
-            pl.when(side == 0)(add_columns)
-            both_have_read()  # The pairs, and queries and keys.
-            pl.when(side == 1)(add_columns)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(rows, rows_ref.at[b, hv, n, side])
+                plgpu.barrier_arrive(qk_empty)
 
-            def store_partial() -> None:
-                for which, gradient in enumerate((d_q, d_k)):
-                    partial_ref[block, side, which] = gradient
+            return sums if group > 1 else ()
 
-            def store() -> None:
-                # The tiles of queries and keys have been read: the gradients go out through them.
-                queries[...] = d_q.astype(jnp.bfloat16)
-                keys[...] = d_k.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                channels = pl.ds(d * TILE, TILE)
-                plgpu.copy_smem_to_gmem(queries, d_q_ref.at[b, tokens, h, channels])
-                plgpu.copy_smem_to_gmem(keys, d_k_ref.at[b, tokens, h, channels])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            last = group - 1
-            if group > 1:
-                pl.when(member < last)(store_partial)
-            pl.when((member == last) & (side < depth_tiles))(store)
-            pl.when(member == last)(lambda: plgpu.barrier_arrive(qk_empty))
-
+        lax.fori_loop(0, count * group, one_head, (zeros(), zeros()) if group > 1 else ())
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -335,7 +347,6 @@ def scratch(sizes: Sizes, config: DeltaRuleSm90Backward, *, gated: bool) -> dict
         "qk_full": plgpu.Barrier(num_arrivals=2 * sizes.depth_tiles),
         "qk_empty": plgpu.Barrier(num_arrivals=SIDES),
         "gate_tiles": Pipeline.scratch(_GATE_STAGES, copies=1, consumers=SIDES, rows=gates),
-        "row_tiles": float32_buffer(SIDES, SumRow.count(gated=gated), CHUNK),
         "exchanged": plgpu.Barrier(num_arrivals=SIDES),
         "finished": plgpu.Barrier(num_arrivals=SIDES),
     }
@@ -356,14 +367,12 @@ def head_gate_gradients(
         outputs={
             "d_q": keys,
             "d_k": keys,
-            "rows": float32_array(sizes.b, sizes.hv, sizes.chunks, SIDES, SumRow.count(gated=gated), CHUNK),
-            # Partial sums of dq and dk between the heads of a group: registers have no room for them beside the rest.
-            "partial": float32_array(blocks if sizes.group > 1 else 1, SIDES, 2, *SQUARE),
+            "sums": float32_array(sizes.b, sizes.hv, sizes.chunks, SIDES, SumRow.count(gated=gated), CHUNK),
         },
         scratch=scratch(sizes, config, gated=gated),
         grid={"block": blocks},
         warpgroups=1 + SIDES,
         params=compiler_params(automatic_barriers=True),
     )
-    d_beta, d_g = gate_gradients(outputs["rows"], inputs["gates"], gated=gated)
+    d_beta, d_g = gate_gradients(outputs["sums"], inputs["gates"], gated=gated)
     return outputs["d_q"], outputs["d_k"], d_beta, d_g

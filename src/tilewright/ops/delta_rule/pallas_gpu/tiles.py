@@ -16,11 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import SM90_TILE as TILE
 from tilewright.pallas.arrays import padded
+from tilewright.pallas.gpu.elementwise import element
 from tilewright.pallas.gpu.kernel import interpreted, tile
 from tilewright.pallas.gpu.registers import (
     BF16X3,
@@ -49,12 +51,16 @@ class Row:
     COUNT = 6
 
 
+WARPS = 4
+"""Of a warpgroup. Each has 16 neighbouring rows of a square."""
+
 REGISTERS = 504
 """Registers per thread that three warpgroups have together."""
 
 MASKED = -1e30
 """Its exponential is 0."""
 _VECTOR = 4  # Elements of the widest store.
+_LANES_OF_A_COLUMN = (4, 8, 16)  # Distances of the lanes that have a column of a square.
 
 bfloat16_tile = functools.partial(tile, dtype=jnp.bfloat16)
 
@@ -261,6 +267,43 @@ def load_in_register_order(ref: Any) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return inline_mosaic(load, ref, out=jax.ShapeDtypeStruct(SQUARE, jnp.float32))
+
+
+def store_column_sums(ref: Any, x: jax.Array) -> None:
+    """Stores the sums over each warp's rows of a float32 square to [WARPS, C] in global memory.
+
+    The warps of a warpgroup meet for sums over all rows, in memory that warpgroups share, so those would wait for each
+    other as well.
+    """
+    if interpreted():
+        ref[...] = jnp.sum(x.reshape(WARPS, -1, CHUNK), axis=1)
+        return
+
+    def body(ref: Any, x: Any) -> None:
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
+
+        def bits(first: int, count: int) -> Any:
+            """Those of the thread's number."""
+            shifted = arith.shrui(thread, arith.constant(i32, first))
+            return arith.index_cast(index, arith.andi(shifted, arith.constant(i32, 2**count - 1)))
+
+        # A thread has columns 8 n + 2 l and the next one, for l the last two bits of its lane, of two rows.
+        sums = []
+        for top, bottom in zip(x.registers.flat[::2], x.registers.flat[1::2], strict=True):
+            pair = arith.addf(top, bottom)
+            elements = [element(pair, n) for n in (0, 1)]
+            for distance in _LANES_OF_A_COLUMN:
+                exchange = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+                others = [llvm.inline_asm(one.type, [one], exchange, "=f,f") for one in elements]
+                elements = [arith.addf(one, other) for one, other in zip(elements, others, strict=True)]
+            sums.append(vector.from_elements(pair.type, elements))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, bits(2, 3), arith.constant(index, 0))):
+            for n, pair in enumerate(sums):
+                column = arith.addi(arith.shli(bits(0, 2), arith.constant(index, 1)), arith.constant(index, 8 * n))
+                vector.store(pair, ref, [bits(5, 2), column], alignment=8)
+
+    inline_mosaic(body, ref, x)
 
 
 def query_head(hv: Any, group: int) -> Any:

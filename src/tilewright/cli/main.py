@@ -4,8 +4,9 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import jax
 import typer
 from rich.markup import escape
 
@@ -28,6 +29,7 @@ from tilewright.cli.train import train
 from tilewright.cli.tune import tune
 from tilewright.cli.tuned import tuned
 from tilewright.core.tuned import DamagedTableWarning
+from tilewright.core.version import __version__
 
 app = typer.Typer(
     cls=Verbs,
@@ -74,6 +76,24 @@ Every verb has its own `--help`. On a machine without the chip, check runs TPU a
 bench times only what the device can run.
 """,
 )
+
+
+def _print_version(asked: bool) -> bool:
+    if asked:
+        print(f"tilewright {__version__}, jax {jax.__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions, and exit.")
+    ] = False,
+) -> None:
+    """Has no effect but that of its options."""
+
+
 app.command("ops")(ops)
 app.command("doctor")(doctor)
 app.command("check")(check)

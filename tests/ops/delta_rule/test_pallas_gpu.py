@@ -295,9 +295,11 @@ def test_parts_that_are_not_of_whole_chunks_are_refused():
 
 
 @pytest.mark.slow
-def test_the_backward_takes_any_config_beside_any_of_the_forward():
-    """V=144 is padded to 192 for blocks of 32 channels, and to 256 for blocks of 128."""
-    check = CaseCheck(find_op("gated_delta_rule"), _case("gated_delta_rule", "wide", 1, 70, 1, 64, 144), "bfloat16")
+@pytest.mark.parametrize("hv", [1, 2])
+def test_the_backward_takes_any_config_beside_any_of_the_forward(hv: int):
+    """V=144 is padded to 192 for blocks of 32 channels, and to 256 for blocks of 128: more than shared memory has."""
+    case = _case("gated_delta_rule", "wide", 1, 70, 1, 64, 144, hv=hv)
+    check = CaseCheck(find_op("gated_delta_rule"), case, "bfloat16")
     configs = DeltaRuleSm90Forward(block_v=32), DeltaRuleSm90Backward(block_v=128, stages=3)
     with able_to_run("pallas_gpu"):
         results = check.check("pallas_gpu", configs)

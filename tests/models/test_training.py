@@ -132,6 +132,7 @@ def test_a_run_is_the_same_from_every_working_directory(tmp_path: Path, monkeypa
         ({"model": {}}, r"\[model\] needs one of config \(a table\) and path"),
         ({"model": {"config": TINY, "pretrained": True}}, r"\[model\] pretrained=true needs a path"),
         ({"mesh": {"data": 0}}, r"\[mesh\] data=0 must be positive, or -1 for the devices that are left"),
+        ({"train": {"seed": 2**32}}, r"\[train\] seed=4294967296 must be from 0 to 4294967295"),
         ({"optimizer": {"learning_rate": -1}}, r"\[optimizer\] learning_rate=-1.0 must be 0 or more"),
         ({"optimizer": {"b1": 1.0}}, r"\[optimizer\] b1=1.0 must be less than 1"),
         ({"lora": {"rank": 2}}, r"\[lora\] has no alpha, which it needs"),

@@ -391,6 +391,13 @@ def test_a_checkpoint_of_other_sizes_is_an_error() -> None:
         LAYERS["deltanet"].from_checkpoint(held)
 
 
+def test_segments_of_other_tokens_are_refused() -> None:
+    latent = LatentAttention(d_model=D, num_heads=2, latent_dim=16, key_dim=16, shared_key_dim=8, value_dim=16)
+    for layer in (LAYERS["softmax"], latent):
+        with pytest.raises(ValueError, match=r"segment_ids is int32\[2, 4\]; it must be \[B, T\] = \[1, 4\], one id"):
+            layer.apply(layer.init(jax.random.key(0)), jnp.ones((1, 4, D)), segment_ids=jnp.ones((2, 4), int))
+
+
 def test_a_state_that_latent_attention_cannot_take_is_named() -> None:
     layer = LatentAttention(d_model=32, num_heads=2, latent_dim=16, key_dim=16, shared_key_dim=8, value_dim=16)
     w, x = layer.init(jax.random.key(0)), jnp.ones((2, 5, 32))

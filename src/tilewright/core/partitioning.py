@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from tilewright.core.boundary import on_one_device
 from tilewright.core.call import Call, CallShapes, Shard, Static
+from tilewright.core.implementation import KERNEL_PLATFORM
 
 Letters = tuple[str, ...]
 Placement = Mapping[str, tuple[str, ...]]
@@ -434,6 +435,12 @@ def compiler_cuts() -> bool:
     return _partitioner.value is None
 
 
+_INTERPRETED_ON_SEVERAL = {
+    "tpu": "tilewright.interpret(plain=True), or jax.shard_map",
+    "gpu": "implementation='xla', since the interpreter of GPU kernels has one device",
+}
+
+
 def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> Any:
     """Runs a pass of a call (`one`, core/differentiable.py) so that the compiler can cut it along the axes of the call.
 
@@ -456,7 +463,7 @@ def run_partitioned(one: CallPass, call: Call, operands: Any, settled: Any) -> A
         arrays = on_one_device(
             arrays,
             f"{decision.op}: the interpreter that simulates a chip's memories does not run {decision.implementation!r} "
-            f"in a program for several devices; use tilewright.interpret(plain=True) for TPU kernels, or jax.shard_map",
+            f"in a program for several devices; use {_INTERPRETED_ON_SEVERAL[KERNEL_PLATFORM[decision.implementation]]}",
         )
         return result_tree.unflatten(jaxpr_as_fun(traced)(*arrays))
     shapes: list[Any] = list(traced.out_avals)

@@ -94,12 +94,10 @@ def as_array(name: str, x: Any) -> jax.Array:
     """An argument that is not quantised as an array. Raises with the argument's name where it is something else."""
     if isinstance(x, QuantizedArray):
         raise ValueError(f"{name} is quantised, {x!r}; it must be a float array: pass tilewright.dequantize({name})")
-    if not hasattr(x, "dtype"):
-        try:
-            return jnp.asarray(x)
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} is of type {type(x).__name__}; it must be an array") from None
-    return jnp.asarray(x)
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is of type {type(x).__name__}; it must be an array of numbers") from None
 
 
 def packed(values: Array) -> Array:

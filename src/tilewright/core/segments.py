@@ -1,5 +1,7 @@
 """Packed sequences: several sequences in one row of a batch, distinguished by a segment id per token, or by their ends."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,27 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(changes, ((0, 0), (1, 0)))
 
 
-def checked_cu_seqlens(cu_seqlens: jax.Array, x: jax.Array, t: Size, *, batched: bool) -> Int[Array, " ends"]:
+def check_segments(segment_ids: jax.Array, tokens: Sequence[Size]) -> None:
+    """Raises unless there is an integer for each of the tokens, [B, T] or [T]."""
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids has dtype {segment_ids.dtype.name}; segment_ids must be integers: "
+            f"pass segment_ids.astype(jnp.int32)"
+        )
+    if segment_ids.shape != tuple(tokens):
+        letters = "[B, T]" if len(tokens) == 2 else "[T]"
+        raise ValueError(
+            f"segment_ids is {shown(segment_ids)}; it must be {letters} = {list(tokens)}, one id for each token: use "
+            f"jnp.broadcast_to where all sequences are split alike"
+        )
+
+
+def checked_cu_seqlens(
+    cu_seqlens: jax.Array, name: str, x: jax.Array, t: Size, *, batched: bool
+) -> Int[Array, " ends"]:
     """The ends of packed sequences as int32; raises where they cannot be those of x, which has t tokens.
+
+    `name` is that of x in the caller's signature.
 
     Values that are traced are not known here: `are_ends` says on the device whether they are right.
     """
@@ -27,8 +48,8 @@ def checked_cu_seqlens(cu_seqlens: jax.Array, x: jax.Array, t: Size, *, batched:
         )
     if batched and x.shape[0] != 1:
         raise ValueError(
-            f"x is {shown(x)} and cu_seqlens is given; packed sequences lie in one row, B=1: reshape to [1, B T, ...], and "
-            f"let cu_seqlens count over all rows"
+            f"{name} is {shown(x)} and cu_seqlens is given; packed sequences lie in one row, B=1: reshape to "
+            f"[1, B T, ...], and let cu_seqlens count over all rows"
         )
     if not isinstance(cu_seqlens, Tracer):
         known = np.asarray(cu_seqlens)

@@ -24,7 +24,7 @@ from tilewright.core.dispatch import ImplementationName
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import explicit_axes, placed, run_on_parts
 from tilewright.core.quantized import QuantizedArray
-from tilewright.core.segments import segment_starts
+from tilewright.core.segments import check_segments, segment_starts
 from tilewright.layers.layer import (
     Layer,
     Leaf,
@@ -382,6 +382,8 @@ def numbered_segments(segment_ids: Any, x: jax.Array) -> Int[Array, "B T"] | Non
     """
     if segment_ids is None:
         return None
+    segment_ids = jnp.asarray(segment_ids)
+    check_segments(segment_ids, x.shape[:2])
     segment_ids = placed(segment_ids, [explicit_axes(x)[0], ()])
     return jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=jnp.int32)
 

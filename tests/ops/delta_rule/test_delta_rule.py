@@ -460,6 +460,10 @@ def spoiled(op: str, **changes):
         ),
         ("kda", {"k": jnp.zeros((1, 8, 2, 32))}, r"k is .*\[1, 8, 2, 32\] and q is .*; they must have one shape"),
         ("kda", {"q": jnp.zeros((8, 2, 16))}, r"both with B or both without"),
+        ("kda", {"k": None}, r"k is None; kda needs an array there"),
+        ("gated_delta_rule", {"g": None}, r"g is None; .* use delta_rule, which has no gate"),
+        ("delta_rule", {"scale": "x"}, r"scale='x' is not a Python number"),
+        ("delta_rule", {"normalize_qk": "no"}, r"normalize_qk='no' must be True or False"),
         (
             "delta_rule",
             {"q": jnp.zeros((1, 8, 2, 8)), "k": jnp.zeros((1, 8, 2, 8))},

@@ -208,6 +208,7 @@ def test_what_it_refuses(chip, change, text):
         )
     ]
     + [
+        (DeltaRuleSm90Forward, {"block_v": True}, r"block_v=True must be one of 32, 64, 128"),
         (DeltaRuleSm90Forward, {"stages": 3}, r"stages=3 must be a positive multiple of 2 \(two warpgroups write"),
         (DeltaRuleSm90Forward, {"state_registers": 250}, r"state_registers=250 must be a multiple of 8 from 24 to 240"),
         (DeltaRuleSm90Backward, {"stages": 1}, r"stages=1 must be 2 or more; use 2"),

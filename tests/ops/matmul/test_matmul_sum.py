@@ -1,5 +1,6 @@
 """matmul_sum: the contract, and what the Hopper kernel has of its own."""
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -14,6 +15,7 @@ from tests.ops.composition import mesh_of
 from tests.ops.contract import OpContract, able_to_run, assert_close
 from tilewright import matmul_sum
 from tilewright.configs import MatmulSumSm90Forward
+from tilewright.core.quantized import quantize
 from tilewright.ops.matmul.sum.api import has_kernel, named
 from tilewright.ops.matmul.sum.call import MatmulSumCall
 from tilewright.ops.matmul.sum.cases import _case
@@ -113,6 +115,10 @@ def test_what_the_kernel_refuses(shape, text) -> None:
             {"w1": jnp.zeros((16, 8))},
             r"w1 is float32\[16, 8\] and .*; w1 must be \[8, 16\], the columns of y .*: pass w1.T",
         ),
+        ({"x0": None}, "x0 is of type NoneType; it must be an array"),
+        ({"x0": jnp.zeros(())}, r"x0 is float32\[\]; it must be \[..., K0\]"),
+        ({"x0": jnp.zeros((4, 32), int)}, r"x0 is int32\[4, 32\]; it must be float32 or bfloat16: pass x0.astype"),
+        ({"w0": quantize(jnp.zeros((8, 32)), "int8")}, r"w0 is quantised, .*pass tilewright.dequantize\(w0\)"),
         ({"w2": jnp.zeros((9, 8))}, r"w2 must be \[8, 8\], the columns of y and those of x2$"),
     ],
 )
@@ -124,3 +130,26 @@ def test_bad_arguments_are_told_with_the_way_out(changed, text) -> None:
 def test_a_config_that_cannot_be_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match=r"block_m=32 must be 64 or 128 \(rows of wgmma\); use 128"):
         MatmulSumSm90Forward(256, 4, 8, block_m=32)
+
+
+def test_the_interpreter_of_gpu_kernels_refuses_several_devices() -> None:
+    """Its callbacks on several devices would wait for each other; on a mesh of one device there are no others."""
+    arrays = draw((8,), 16, (8,))
+    x, w = arrays["x0"], arrays["w0"]
+
+    def run(devices: int) -> jax.Array:
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
+        product = functools.partial(matmul_sum, implementation="pallas_gpu")
+        return jax.jit(jax.shard_map(product, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")))(x, w)
+
+    with tilewright.interpret():
+        np.testing.assert_array_equal(run(1), matmul_sum(x, w, implementation="reference"))
+        with pytest.raises(
+            tilewright.Unsupported, match=r"inside jax\.shard_map over 2; use implementation='xla', or a"
+        ):
+            run(2)
+        placed = jax.device_put(x, NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), P("x")))
+        with pytest.raises(
+            tilewright.Unsupported, match=r"program for several devices; use implementation='xla', since"
+        ):
+            jax.jit(lambda x, w: matmul_sum(x, w, implementation="pallas_gpu"))(placed, w)

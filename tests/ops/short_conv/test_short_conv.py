@@ -303,7 +303,7 @@ def test_shard_map_over_the_batch(implementation: str, cpu_devices: list) -> Non
     [
         (
             {"x": jnp.zeros((2, 12, 6), jnp.int32)},
-            r"x is int32\[2, 12, 6\]; it must be \[B, T, D\] or \[T, D\] of float32",
+            r"x is int32\[2, 12, 6\]; it must be float32 or bfloat16: pass x.astype",
         ),
         ({"x": jnp.zeros((6,))}, r"x is float32\[6\]; it must be \[B, T, D\] or \[T, D\]"),
         ({"w": jnp.zeros((6, 4))}, r"w is float32\[6, 4\] and x is .*\(D=6\); it looks transposed: pass w.T"),
@@ -328,7 +328,7 @@ def test_shard_map_over_the_batch(implementation: str, cpu_devices: list) -> Non
         ({"segment_ids": jnp.zeros((2, 12))}, r"segment_ids has dtype float32; segment_ids must be integers: pass seg"),
         (
             {"segment_ids": jnp.zeros((12,), jnp.int32)},
-            r"segment_ids is int32\[12\] .* one id for each token, \[2, 12\]",
+            r"segment_ids is int32\[12\]; it must be \[B, T\] = \[2, 12\], one id for each token",
         ),
     ],
 )

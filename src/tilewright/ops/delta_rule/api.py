@@ -15,15 +15,15 @@ from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import refuse_explicit
-from tilewright.core.segments import segment_starts
+from tilewright.core.segments import check_segments, segment_starts
 from tilewright.core.sequence_shards import shard_count, starts_in_shard
 from tilewright.ops.delta_rule.arguments import LARGEST_WIDTH as LARGEST_WIDTH
 from tilewright.ops.delta_rule.arguments import SMALLEST_WIDTH as SMALLEST_WIDTH
 from tilewright.ops.delta_rule.arguments import (
     check_arrays,
     check_decays,
+    check_options,
     check_packed,
-    check_segments,
     given_arrays,
     normalized,
 )
@@ -267,6 +267,7 @@ def _run(
     config: Config | tuple[Config, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
     arrays = given_arrays(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    check_options(scale, normalize_qk)
     if cu_seqlens is not None:
         if segment_ids is not None or axis_name is not None:
             other = "segment_ids" if segment_ids is not None else "axis_name"
@@ -280,7 +281,7 @@ def _run(
         shard_count(op.name, axis_name)
     if segment_ids is not None:
         segment_ids = jnp.asarray(segment_ids)
-        check_segments(segment_ids, arrays["v"])
+        check_segments(segment_ids, arrays["v"].shape[:-2])
     unbatched = arrays["v"].ndim == 3
     if unbatched:
         arrays = {name: array[None] for name, array in arrays.items()}

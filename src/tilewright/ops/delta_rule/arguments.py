@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tilewright.core.arguments import FLOATING, check_number, shown
 from tilewright.core.numerics import accumulator, rounded
+from tilewright.core.quantized import as_array
 from tilewright.core.segments import checked_cu_seqlens
 from tilewright.core.unit_length import unit_length
 
@@ -17,7 +17,15 @@ SMALLEST_WIDTH, LARGEST_WIDTH = 16, 256
 
 def given_arrays(**given: Any) -> dict[str, jax.Array]:
     """The arguments that are not None, as arrays."""
-    return {name: jnp.asarray(value) for name, value in given.items() if value is not None}
+    return {name: as_array(name, value) for name, value in given.items() if value is not None}
+
+
+def check_options(scale: Any, normalize_qk: Any) -> None:
+    """Checks what is no array."""
+    if scale is not None:
+        check_number("scale", scale)
+    if not isinstance(normalize_qk, bool):
+        raise ValueError(f"normalize_qk={normalize_qk!r} must be True or False")
 
 
 def normalized(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
@@ -30,11 +38,14 @@ def normalized(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
 
 def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> None:
     """Checks the rank, shape and dtype of every array. `time_axis` is False for a step, whose arrays have no T."""
-    q, k, v, beta, g = (arrays.get(name) for name in ("q", "k", "v", "beta", "g"))
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert beta is not None
+    for name in ("q", "k", "v", "beta"):
+        if name not in arrays:
+            raise ValueError(f"{name} is None; {op} needs an array there")
+    if "g" not in arrays and not op.startswith("delta_rule"):
+        plain = "delta_rule" if time_axis else "delta_rule_step"
+        raise ValueError(f"g is None; {op} needs a log-decay for each value head: use {plain}, which has no gate")
+    q, k, v, beta = (arrays[name] for name in ("q", "k", "v", "beta"))
+    g = arrays.get("g")
     token = "T, " if time_axis else ""
     rank = 3 if time_axis else 2
     if v.ndim not in (rank, rank + 1) or q.ndim != v.ndim:
@@ -80,7 +91,7 @@ def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> N
 def check_packed(cu_seqlens: jax.Array, arrays: dict[str, jax.Array], states: jax.Array | None) -> jax.Array:
     """Checks where packed sequences begin and end, and the shape of their states. Returns cu_seqlens as int32."""
     v, k = arrays["v"], arrays["k"]
-    cu_seqlens = checked_cu_seqlens(cu_seqlens, v, v.shape[-3], batched=v.ndim == 4)
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, "v", v, v.shape[-3], batched=v.ndim == 4)
     if states is not None:
         _check_state(
             "initial_state", states, [cu_seqlens.shape[0] - 1, v.shape[-2], k.shape[-1], v.shape[-1]], letters="N, HV"
@@ -166,15 +177,3 @@ def check_decays(
         if array.dtype.name not in FLOATING:
             raise ValueError(f"{own} is {shown(array)}; it must be float32 or bfloat16: pass {own}.astype(jnp.float32)")
     check_lower_bound(lower_bound)
-
-
-def check_segments(segment_ids: jax.Array, v: jax.Array) -> None:
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(
-            f"segment_ids has dtype {segment_ids.dtype.name}; segment_ids must be integers: "
-            f"pass segment_ids.astype(jnp.int32)"
-        )
-    if segment_ids.shape != v.shape[:-2]:
-        raise ValueError(
-            f"segment_ids is {shown(segment_ids)}; it must be [B, T] = {list(v.shape[:-2])}, one id per token"
-        )

@@ -1,5 +1,6 @@
 """Block sizes of the delta-rule family."""
 
+from tilewright.core.arguments import is_integer
 from tilewright.core.config import Config, search_over
 
 
@@ -76,13 +77,14 @@ class _Sm90(Config):
 
     def _check(self, *registers: str, narrower: tuple[int, ...] = ()) -> None:
         allowed = [*narrower, *(count * SM90_TILE for count in range(1, SM90_STATES + 1))]
-        if self.block_v not in allowed:
+        if not is_integer(self.block_v) or self.block_v not in allowed:
             raise ValueError(
                 f"block_v={self.block_v!r} must be one of {', '.join(map(str, allowed))} (a warpgroup carries {SM90_TILE} "
                 f"channels); use {allowed[-1]}"
             )
         for name in registers:
-            if (value := getattr(self, name)) is not None and value not in _REGISTERS:
+            value = getattr(self, name)
+            if value is not None and (not is_integer(value) or value not in _REGISTERS):
                 raise ValueError(
                     f"{name}={value!r} must be a multiple of 8 from {_REGISTERS[0]} to {_REGISTERS[-1]}; leave it out for "
                     f"the kernel's own"

@@ -13,7 +13,8 @@ from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
 from tilewright.core.partitioning import axes_named, explicit_axes, placed, refuse_explicit, run_on_parts
-from tilewright.core.segments import checked_cu_seqlens
+from tilewright.core.quantized import as_array
+from tilewright.core.segments import check_segments, checked_cu_seqlens
 from tilewright.core.sequence_shards import of_last, shard_count
 from tilewright.core.unit_length import heads_of_unit_length
 from tilewright.ops.short_conv.call import ShortConvCall
@@ -88,14 +89,14 @@ def short_conv(
       long call. With segment_ids that holds where the second call continues the last segment of the first; where it
       begins another one, pass None (or, row by row, `jnp.where(same[:, None, None], final_state, 0)`).
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    bias = None if bias is None else jnp.asarray(bias)
-    initial_state = None if initial_state is None else jnp.asarray(initial_state)
+    x, w = as_array("x", x), as_array("w", w)
+    bias = None if bias is None else as_array("bias", bias)
+    initial_state = None if initial_state is None else as_array("initial_state", initial_state)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    if x.ndim not in (2, 3) or x.dtype.name not in FLOATING:
-        raise ValueError(
-            f"x is {shown(x)}; it must be [B, T, D] or [T, D] of float32 or bfloat16: x.astype(jnp.bfloat16)"
-        )
+    if x.ndim not in (2, 3):
+        raise ValueError(f"x is {shown(x)}; it must be [B, T, D] or [T, D]: reshape it to that")
+    if x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be float32 or bfloat16: pass x.astype(jnp.bfloat16)")
     _validate_filter(x, w, bias, activation)
     _validate_heads(normalize, x=x, w=w, bias=bias, initial_state=initial_state)
     if cu_seqlens is not None:
@@ -105,7 +106,8 @@ def short_conv(
         options = {"activation": activation, "normalize": normalize, "implementation": implementation, "config": config}
         return _packed(x, w, initial_state, jnp.asarray(cu_seqlens), bias=bias, **options)
     _validate_state("initial_state", initial_state, x, (*x.shape[:-2], w.shape[0] - 1, x.shape[-1]))
-    _validate_segments(segment_ids, x)
+    if segment_ids is not None:
+        check_segments(segment_ids, x.shape[:-1])
 
     batched = x.ndim == 3
     if not batched:
@@ -139,7 +141,7 @@ def _packed(
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`short_conv` of packed sequences with a state each."""
-    cu_seqlens = checked_cu_seqlens(cu_seqlens, x, x.shape[-2], batched=x.ndim == 3)
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, "x", x, x.shape[-2], batched=x.ndim == 3)
     shape = (cu_seqlens.shape[0] - 1, w.shape[0] - 1, x.shape[-1])
     _validate_state("initial_state", states, x, shape)
     rows = x if x.ndim == 3 else x[None]
@@ -301,19 +303,4 @@ def _validate_state(name: str, state: jax.Array | None, x: jax.Array, shape: tup
         raise ValueError(
             f"{name} has dtype {state.dtype.name} and x has {x.dtype.name}; {name} holds inputs, so it must have their "
             f"dtype: pass {name}.astype(x.dtype)"
-        )
-
-
-def _validate_segments(segment_ids: jax.Array | None, x: jax.Array) -> None:
-    if segment_ids is None:
-        return
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(
-            f"segment_ids has dtype {segment_ids.dtype.name}; segment_ids must be integers: "
-            f"pass segment_ids.astype(jnp.int32)"
-        )
-    if segment_ids.shape != x.shape[:-1]:
-        raise ValueError(
-            f"segment_ids is {shown(segment_ids)} and x is {shown(x)}; segment_ids must have one id for each token, "
-            f"{list(x.shape[:-1])}: use jnp.broadcast_to where all sequences are split alike"
         )

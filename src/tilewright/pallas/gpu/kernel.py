@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.core.boundary import Unsupported
 from tilewright.core.chip import Chip
 from tilewright.core.manual_axes import output_like
 from tilewright.core.target import current_interpret, gpu_interpret_params, kernel_bodies_traced
@@ -146,13 +147,25 @@ def run_kernel(
         **({"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)} if cluster else {}),
         **({} if warpgroups is None else {"num_threads": warpgroups, "thread_name": warpgroup_axis}),
         compiler_params=params or compiler_params(),
-        interpret=gpu_interpret_params(current_interpret(), alone=warpgroups is None),
+        interpret=_interpret(name, alone=warpgroups is None),
         kernel_name=note(name),
     )
     # A kernel is the same program in 64-bit mode, where a Python number would be of 64 bits.
     with jax.enable_x64(False):
         results = kernel(*given.values())
     return dict(zip(made, results, strict=True)) | not_made
+
+
+def _interpret(name: str, *, alone: bool) -> Any:
+    """How a kernel is interpreted, if it is. Several devices, inside `shard_map`, would wait for each other."""
+    mode, mesh = current_interpret(), jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
+    if mode is not None and devices > 1:
+        raise Unsupported(
+            f"{name}: the interpreter of GPU kernels has one device, and this is inside jax.shard_map over {devices}; use "
+            f"implementation='xla', or a mesh of one device"
+        )
+    return gpu_interpret_params(mode, alone=alone)
 
 
 def smem_bytes(scratch: Mapping[str, Any], *, reductions: bool = False) -> int:
@@ -213,7 +226,7 @@ def run_in_place(
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
         name=note(name),
         compiler_params=compiler_params(approximate_math=False),
-        interpret=gpu_interpret_params(current_interpret(), alone=True),
+        interpret=_interpret(name, alone=True),
     )
     ref = jax.new_ref(state)
     with jax.enable_x64(False):  # As in `run_kernel`.

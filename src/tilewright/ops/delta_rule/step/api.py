@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
 from tilewright.core.numerics import accumulator
-from tilewright.ops.delta_rule.arguments import check_arrays, given_arrays, normalized
+from tilewright.ops.delta_rule.arguments import check_arrays, check_options, given_arrays, normalized
 from tilewright.ops.delta_rule.step.call import DeltaRuleStepCall
 
 _FAMILY = "tilewright.ops.delta_rule.step"
@@ -108,6 +108,7 @@ def _run(
     config: Config | tuple[Config, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
     arrays = given_arrays(q=q, k=k, v=v, g=g, beta=beta, state=state)
+    check_options(scale, normalize_qk)
     check_arrays(op.name, arrays, time_axis=False)
     unbatched = arrays["v"].ndim == 2
     if unbatched:

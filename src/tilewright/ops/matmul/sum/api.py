@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.quantized import as_array
 from tilewright.ops.matmul.sum.call import MOST_PAIRS as MOST_PAIRS
 from tilewright.ops.matmul.sum.call import MatmulSumCall
 
@@ -56,7 +56,11 @@ def matmul_sum(  # noqa: D417, arguments of one kind are described together
       y [..., N], of the dtype of x0. Gradients flow to every array.
     """
     xs, ws = (x0, x1, x2, x3, x4, x5, x6, x7), (w0, w1, w2, w3, w4, w5, w6, w7)
-    given = {name: None if each is None else jnp.asarray(each) for name, each in named(xs, ws).items()}
+    required = ("x0", "w0")
+    given = {
+        name: None if each is None and name not in required else as_array(name, each)
+        for name, each in named(xs, ws).items()
+    }
     _validate(given)
     call = MatmulSumCall(**given)  # type: ignore[arg-type]
     if 0 in (*call.sizes, *call.depths):
@@ -86,16 +90,24 @@ def _validate(given: dict[str, Any]) -> None:
             raise ValueError(f"x{n} is given and x{n - 1} is not; pass the pairs in order, from x0 and w0 on")
     x0, w0 = given["x0"], given["w0"]
     for name, each in given.items():
-        if each is not None and (each.dtype.name not in FLOATING or each.dtype != x0.dtype):
+        if each is None:
+            continue
+        if each.dtype.name not in FLOATING:
             raise ValueError(
-                f"{name} is {shown(each)} and x0 is {shown(x0)}; they must be of one dtype, float32 or bfloat16: pass "
-                f"{name}.astype(...)"
+                f"{name} is {shown(each)}; it must be float32 or bfloat16: pass {name}.astype(jnp.bfloat16)"
             )
+        if each.dtype != x0.dtype:
+            raise ValueError(
+                f"{name} is {shown(each)} and x0 is {shown(x0)}; they must be of one dtype: pass "
+                f"{name}.astype({x0.dtype.name!r})"
+            )
+    if x0.ndim < 1:
+        raise ValueError(f"x0 is {shown(x0)}; it must be [..., K0], the left operand of a product")
     for n in range(MOST_PAIRS):
         x, w = given[f"x{n}"], given[f"w{n}"]
         if x is None:
             continue
-        if x.ndim < 1 or x.shape[:-1] != x0.shape[:-1]:
+        if x.shape[:-1] != x0.shape[:-1]:
             raise ValueError(f"x{n} is {shown(x)} and x0 is {shown(x0)}; all but their last axes must be equal")
         if w.ndim != 2 or w.shape[1] != x.shape[-1] or w.shape[0] != w0.shape[0]:
             rows = w0.shape[0] if w0.ndim == 2 else "N"

@@ -9,6 +9,9 @@ import numpy as np
 FLOATING = ("float32", "bfloat16", "float64")
 """The dtypes that ops accept, by name. float64 is for the oracle."""
 
+SEEDS = 1 << 32
+"""Seeds of random numbers are from 0 to this, which is left out: JAX takes 32 bits of others."""
+
 
 def is_integer(value: Any) -> bool:
     """Whether it is a Python or NumPy integer; True and False are not."""

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from tilewright.core.arguments import is_integer, shown
+from tilewright.core.arguments import SEEDS, is_integer, shown
 from tilewright.core.partitioning import explicit_axes, placed
 from tilewright.models.architecture import Architecture, ModelWeights, hidden_states, initial_states, logits_of, room
 from tilewright.models.prefix import Prefix, fingerprint
@@ -28,7 +28,6 @@ from tilewright.models.prefix import Prefix, fingerprint
 DATA = "data"
 FIRST_PIECE = 8192
 PIECE = 512
-_SEEDS = 1 << 32
 
 
 def _is_number(value: Any) -> bool:
@@ -357,12 +356,12 @@ def generate(
 
 def check_seed(seed: Any) -> None:
     """Raises unless random numbers can be drawn with it: more bits would be cut off."""
-    if not is_integer(seed) or not 0 <= seed < _SEEDS:
-        raise ValueError(f"seed={seed!r} must be an integer from 0 to {_SEEDS - 1}")
+    if not is_integer(seed) or not 0 <= seed < SEEDS:
+        raise ValueError(f"seed={seed!r} must be an integer from 0 to {SEEDS - 1}")
 
 
 def _key(seed: int) -> jax.Array:
-    return jax.random.key(np.uint32(int(seed) % _SEEDS))
+    return jax.random.key(np.uint32(int(seed) % SEEDS))
 
 
 def checked_segments(segment_ids: Any, ids: jax.Array) -> jax.Array | None:

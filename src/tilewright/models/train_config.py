@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewright.core.arguments import SEEDS
 from tilewright.core.nearest import did_you_mean
 
 REMAT = ("none", "full", "dots", "ops")
 SCHEDULES = ("constant", "linear", "cosine")
 _DTYPES = ("bfloat16", "float32")
-_SEEDS = 1 << 32  # Others would give the numbers of one of these.
 _KINDS: dict[Any, str] = {
     bool: "true or false",
     int: "an integer",
@@ -107,8 +107,8 @@ class TrainTable:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "batch_size", "accumulate")
-        if not 0 <= self.seed < _SEEDS:
-            raise TrainConfigError(f"seed={self.seed} must be from 0 to {_SEEDS - 1}")
+        if not 0 <= self.seed < SEEDS:
+            raise TrainConfigError(f"seed={self.seed} must be from 0 to {SEEDS - 1}")
         _not_negative(self, "clip_norm", "z_loss", "moe_load_balance", "moe_z_loss", "moe_bias_rate")
         _one_of(self, "dtype", _DTYPES)
         _one_of(self, "remat", REMAT)

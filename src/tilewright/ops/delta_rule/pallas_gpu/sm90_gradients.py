@@ -117,7 +117,8 @@ class _Head:
         state_product = self._state_product if self.gated else None
         do_s, dv_s, u_ds, pairs, *states = self.values.products(self.index, self.zero, self.d, self.side, state_product)
         self.wait_for_others()
-        do_s, dv_s = do_s * (self._decay(Row.DECAY_IN) * self.scale), dv_s * self._decay(Row.DECAY_IN)
+        decay_in = self._decay(Row.DECAY_IN)
+        do_s, dv_s = do_s * (decay_in * self.scale), dv_s * decay_in
         keys = _load(self.keys)
         k_u_ds, rows = jnp.sum(keys * u_ds, axis=1), jnp.sum(_load(self.queries) * do_s - keys * dv_s, axis=1)
         return (do_s, u_ds * self._decay(Row.DECAY_OUT) - dv_s), _Terms(pairs, k_u_ds, rows, *(states or (None,)))
@@ -221,12 +222,12 @@ def _gradient_kernel(
     count = scheduler.count
     values = ValueTiles(value_tiles, tiles, depth_tiles)
 
-    def coordinates(index: Any) -> tuple[Any, Any, Any, Any]:
-        """Batch, query head, value head and chunk."""
+    def coordinates(index: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """Batch, query head, value head, chunk, and the head's number in its group."""
         number, member = divmod_nonnegative(index, group)
         rest, n = divmod_nonnegative(scheduler.tile(number), sizes.chunks)
         b, h = divmod_nonnegative(rest, sizes.h)
-        return b, h, h * group + member, n
+        return b, h, h * group + member, n, member
 
     @pl.when(side == SIDES)
     def _produce():
@@ -234,7 +235,7 @@ def _gradient_kernel(
 
         @loop(count * group)
         def _one_head(index: Any) -> None:
-            b, h, hv, n = coordinates(index)
+            b, h, hv, n, member = coordinates(index)
             tokens = pl.ds(n * CHUNK, CHUNK)
             gate_tiles.fetch(index, rows=gates_ref.at[b, hv, n])
 
@@ -245,14 +246,13 @@ def _gradient_kernel(
                         source = ref.at[b, tokens, h, pl.ds(d * TILE, TILE)]
                         plgpu.copy_gmem_to_smem(source, qk_tiles.at[which, d], qk_full)
 
-            first_round, *others = values.rounds()
-            for round_ in (first_round, *others):
+            for number, round_ in enumerate(values.rounds()):
                 for t in round_:
                     values.copy(index, t, (b, hv, n, tokens), (d_o_ref, d_v_ref, u_ref, states_ref, d_states_ref))
                 # After the first values, which are needed first: the chunk before still has these tiles. Before the
                 # others, whose stages are released by those who wait for these.
-                if round_ == first_round:
-                    pl.when(lax.rem(index, jnp.int32(group)) == 0)(copy_queries_and_keys)
+                if number == 0:
+                    pl.when(member == 0)(copy_queries_and_keys)
 
     @pl.when(side < SIDES)
     def _compute():
@@ -263,10 +263,10 @@ def _gradient_kernel(
 
         def one_head(index: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             """dq and dk of a chunk with those of a value head, given those of the heads of its group before it."""
-            b, h, hv, n = coordinates(index)
-            zero, member = opaque_zero(index), lax.rem(index, jnp.int32(group))
+            b, h, hv, n, member = coordinates(index)
+            zero = opaque_zero(index)
             queries, keys = qk_tiles.at[zero, d], qk_tiles.at[zero + 1, d]  # [C, 64]
-            gates = gate_tiles.rows.at[lax.rem(index, jnp.int32(_GATE_STAGES))]
+            gates = gate_tiles.rows.at[gate_tiles.stage(index)]
 
             def wait_for_others() -> None:
                 gate_tiles.wait(index)
@@ -326,8 +326,8 @@ def _gradient_kernel(
                     queries[...], keys[...] = (sum_.astype(jnp.bfloat16) for sum_ in sums)
                     plgpu.commit_smem()
                     for tile, ref in ((queries, d_q_ref), (keys, d_k_ref)):
-                        own = ref.at[b, pl.ds(n * CHUNK, CHUNK), h, pl.ds(d * TILE, TILE)]
-                        plgpu.copy_smem_to_gmem(tile, own)
+                        place = ref.at[b, pl.ds(n * CHUNK, CHUNK), h, pl.ds(d * TILE, TILE)]
+                        plgpu.copy_smem_to_gmem(tile, place)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 plgpu.barrier_arrive(qk_empty)

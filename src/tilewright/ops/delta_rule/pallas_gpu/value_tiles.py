@@ -65,12 +65,10 @@ class ValueTiles:
 
     def wait(self, index: Any, t: int, zero: Any) -> "ValueTile":
         """The t-th tile of the index-th chunk, once it is there."""
-        stage = self.pipeline.stage(index * self.tiles + t) + zero
-        self.pipeline.wait(index, stage=stage)
-        values = self.pipeline.values.at[stage]
-        return ValueTile(
-            values, self.pipeline.u.at[stage], self.pipeline.states.at[stage], self.pipeline.d_states.at[stage]
-        )
+        tiles = self.pipeline
+        stage = tiles.stage(index * self.tiles + t) + zero
+        tiles.wait(index, stage=stage)
+        return ValueTile(tiles.values.at[stage], tiles.u.at[stage], tiles.states.at[stage], tiles.d_states.at[stage])
 
     def release(self, index: Any, t: int) -> None:
         self.pipeline.release(index * self.tiles + t)

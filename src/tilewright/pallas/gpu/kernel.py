@@ -17,6 +17,7 @@ behind their names, scratch as it is named. One that is None is not passed to th
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -36,6 +37,10 @@ _TILE_ROWS = 8
 _BARRIER_BYTES = 8
 _ALIGNMENT = 1024  # Of each buffer in shared memory.
 _REDUCTION_BYTES = 2048  # The default of Pallas (`reduction_scratch_bytes`).
+
+
+# Whether Pallas' interpreter takes buffers that share memory, and finds races between them.
+_INTERPRETS_UNIONS = jax.__version_info__ >= (0, 12)
 
 
 def interpreted() -> bool:
@@ -105,6 +110,25 @@ def compiler_params(
     )
 
 
+@dataclass(frozen=True)
+class InTurns:
+    """Scratch: buffers in the same shared memory, of which a warpgroup uses one at a time. A body receives a tuple.
+
+    Their first axis is that of warpgroups, each of which has a part of its own.
+    """
+
+    buffers: tuple[Any, ...]
+
+    @property
+    def declared(self) -> Any:
+        """The interpreter finds races between buffers that share memory, but takes all of a buffer for used: there, those
+        of several warpgroups are apart.
+        """
+        if interpreted() and not (_INTERPRETS_UNIONS and self.buffers[0].shape[0] == 1):
+            return self.buffers
+        return plgpu.RefUnion(*self.buffers)
+
+
 def run_kernel(
     body: Callable[..., None],
     *,
@@ -130,12 +154,17 @@ def run_kernel(
     not_made = dict.fromkeys(key for key in outputs if outputs[key] is None)
     if not kernel_bodies_traced():
         return {key: jax.lax.empty(value.shape, value.dtype) for key, value in made.items()} | not_made
+    declared = jax.tree.map(lambda each: each.declared if isinstance(each, InTurns) else each, tuple(scratch.values()))
     # Those that are None are no leaves; a pipeline has several.
-    buffers, structure = jax.tree.flatten(tuple(scratch.values()))
+    buffers, structure = jax.tree.flatten(declared)
     like = next(iter(given.values()))
 
     def by_name(*refs: Any) -> None:
-        own = jax.tree.unflatten(structure, refs[len(names) :])
+        # A union is iterated over where the kernel is traced: it is one ref until then.
+        each = zip(buffers, refs[len(names) :], strict=True)
+        own = jax.tree.unflatten(
+            structure, [tuple(ref) if isinstance(buffer, plgpu.RefUnion) else ref for buffer, ref in each]
+        )
         body(**absent | dict(zip(names, refs, strict=False)), **dict(zip(scratch, own, strict=True)))
 
     kernel = plgpu.kernel(
@@ -175,6 +204,9 @@ def smem_bytes(scratch: Mapping[str, Any], *, reductions: bool = False) -> int:
     """
     total = _REDUCTION_BYTES if reductions else 0
     for buffer in jax.tree.leaves(tuple(scratch.values())):
+        if isinstance(buffer, InTurns):
+            total += max(smem_bytes({"": each}) for each in buffer.buffers)
+            continue
         if isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier):
             count = buffer.num_barriers
             total += _BARRIER_BYTES * (count if isinstance(count, int) else math.prod(count))

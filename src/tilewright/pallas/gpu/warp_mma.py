@@ -11,6 +11,7 @@ which wins where that takes as long as the products, as with weights that are co
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 from tilewright.pallas.gpu.kernel import interpreted, tile
-from tilewright.pallas.gpu.registers import WGMMA, inline_mosaic
+from tilewright.pallas.gpu.registers import SCALAR, WGMMA, inline_mosaic
 
 CHUNK = 32
 """Values of a row of x that lie together for `product_with_rows`: four threads read 16 bytes of them each."""
@@ -155,6 +156,21 @@ def load_per_block(ref: Any) -> jax.Array:
     return _load_blocks(ref, load)
 
 
+@dataclass(frozen=True)
+class OfWarp:
+    """A row or column of blocks that differs by warp: its number less `behind`, modulo 4, and `first` more."""
+
+    behind: int = 0
+    first: int = 0
+
+    def of(self, warp: int) -> int:
+        return self.first + (warp - self.behind) % WARPS
+
+
+def _of_warp(place: int | OfWarp, warp: int) -> int:
+    return place.of(warp) if isinstance(place, OfWarp) else place
+
+
 class DealtSquares:
     """Float32 squares that a warpgroup has in registers, dealt to its warps through shared memory.
 
@@ -221,21 +237,22 @@ def _dealt(row: Any, lane: Any) -> Any:
     return arith.addi(arith.muli(row, _i32(_ROW_OF_BLOCKS)), arith.muli(lane, _i32(_VECTOR_BYTES)))
 
 
-def load_transposed_block(ref: Any, row: int, column: int) -> jax.Array:
+def load_transposed_block(ref: Any, row: int | OfWarp, column: int | OfWarp, zero: Any = 0) -> jax.Array:
     """Loads the block in this place, by blocks, of bfloat16 tiles, transposed: [64, 16].
 
-    Of n tiles, `ref` [n, rows, columns], the first is that of the first 4 / n warps, and so on.
+    Of n tiles, `ref` [n, rows, columns], the first is that of the first 4 / n warps, and so on. A `zero` that the compiler
+    cannot fold keeps what a thread computes for its address inside of a loop.
     """
     if interpreted():
-        rows, columns = (pl.ds(first * BLOCK, BLOCK) for first in (row, column))
         sharing = WARPS // ref.shape[0]
-        return jnp.concatenate([ref[warp // sharing, rows, columns].T for warp in range(WARPS)])
+        blocks = [ref[warp // sharing, *_block_of_warp(row, column, warp)].T for warp in range(WARPS)]
+        return jnp.concatenate(blocks)
 
-    def body(_: Any, ref: Any) -> Any:
+    def body(_: Any, ref: Any, zero: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         loaded = llvm.inline_asm(
             llvm.StructType.get_literal([i32] * 4),
-            [_row_address(ref, row, column)],
+            [_row_address(ref, row, column, zero)],
             "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];",
             "=r,=r,=r,=r,r,~{memory}",
             has_side_effects=True,
@@ -244,45 +261,57 @@ def load_transposed_block(ref: Any, row: int, column: int) -> jax.Array:
         return _fragmented([_pair(llvm.extractvalue(i32, loaded, [at])) for at in (0, 2, 1, 3)], BLOCKS)
 
     returned = plgpu.ShapeDtypeStruct(BLOCKS, jnp.dtype(jnp.bfloat16), layout=WGMMA)
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TRANSFORMS),), return_type=returned)
-    return inline(body)(ref)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TRANSFORMS), SCALAR), return_type=returned)
+    return inline(body)(ref, jnp.int32(zero))
 
 
-def store_block(ref: Any, row: int, column: int, x: jax.Array) -> None:
+def store_block(ref: Any, row: int | OfWarp, column: int | OfWarp, x: jax.Array, zero: Any = 0) -> None:
     """Stores each warp's block to this place, by blocks, of its bfloat16 tile, as `load_transposed_block` has them.
 
-    Warps that share a tile store the same.
+    Warps that share a tile and a place store the same.
     """
     if interpreted():
-        rows, columns = (pl.ds(first * BLOCK, BLOCK) for first in (row, column))
-        for number in range(ref.shape[0]):
-            ref[number, rows, columns] = x[number * BLOCK : (number + 1) * BLOCK]
+        sharing = WARPS // ref.shape[0]
+        for warp in range(WARPS):
+            ref[warp // sharing, *_block_of_warp(row, column, warp)] = x[warp * BLOCK : (warp + 1) * BLOCK]
         return
 
-    def body(_: Any, ref: Any, x: Any) -> None:
+    def body(_: Any, ref: Any, x: Any, zero: Any) -> None:
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [_row_address(ref, row, column), *(_word(pair) for pair in x.registers.flat)],
+            [_row_address(ref, row, column, zero), *(_word(pair) for pair in x.registers.flat)],
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};",
             "r,r,r,r,r,~{memory}",
             has_side_effects=True,
         )
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TRANSFORMS), WGMMA), return_type=None)
-    inline(body)(ref, x)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TRANSFORMS), WGMMA, SCALAR), return_type=None)
+    inline(body)(ref, x, jnp.int32(zero))
 
 
-def _row_address(ref: Any, row: int, column: int) -> Any:
+def _block_of_warp(row: int | OfWarp, column: int | OfWarp, warp: int) -> tuple[Any, Any]:
+    rows, columns = (pl.ds(_of_warp(place, warp) * BLOCK, BLOCK) for place in (row, column))
+    return rows, columns
+
+
+def _row_address(ref: Any, row: int | OfWarp, column: int | OfWarp, zero: Any) -> Any:
     """Where the row of 8 elements is that a thread names for the four tiles of 8 by 8 of a block, in a block's order."""
     count, row_tiles, column_tiles, rows, columns = ir.MemRefType(ref.type).shape
-    warp, lane = _warp_and_lane()
+    warp, lane = _warp_and_lane(zero.registers.item())
     bytes_of_tile = rows * _ROW_BYTES
     own_row, row_half, column_half = (
         arith.andi(arith.shrui(lane, _i32(shift)), _i32(mask)) for shift, mask in ((0, 7), (3, 1), (4, 1))
     )
-    column_tile, first = divmod(column * BLOCK, columns)
-    vector_number = arith.xori(arith.addi(column_half, _i32(first // 8)), own_row)
     row_tile = arith.addi(arith.muli(arith.divui(warp, _i32(WARPS // count)), _i32(row_tiles)), row_half)
+    if isinstance(row, OfWarp):
+        row_tile = arith.addi(row_tile, arith.muli(_less(warp, row.behind), _i32(_HALVES)))
+        row = row.first
+    vector_number = column_half
+    if isinstance(column, OfWarp):  # A row of four blocks lies within a tile.
+        vector_number = arith.addi(vector_number, arith.muli(_less(warp, column.behind), _i32(_HALVES)))
+        column = column.first
+    column_tile, first = divmod(column * BLOCK, columns)
+    vector_number = arith.xori(arith.addi(vector_number, _i32(first // 8)), own_row)
     offsets = (
         arith.muli(arith.muli(row_tile, _i32(column_tiles)), _i32(bytes_of_tile)),
         arith.muli(own_row, _i32(_ROW_BYTES)),
@@ -292,14 +321,20 @@ def _row_address(ref: Any, row: int, column: int) -> Any:
     return functools.reduce(arith.addi, offsets, _address(ref))
 
 
+def _less(warp: Any, behind: int) -> Any:
+    """The number of a warp less `behind`, modulo 4."""
+    return arith.andi(arith.addi(warp, _i32(-behind % WARPS)), _i32(WARPS - 1))
+
+
 def _i32(value: int) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     return arith.constant(i32, ir.IntegerAttr.get(i32, value))
 
 
-def _warp_and_lane() -> tuple[Any, Any]:
+def _warp_and_lane(zero: Any = None) -> tuple[Any, Any]:
     """A thread's warp in its warpgroup, and its lane."""
     thread = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
+    thread = thread if zero is None else arith.addi(thread, zero)
     return arith.andi(arith.shrui(thread, _i32(5)), _i32(WARPS - 1)), arith.andi(thread, _i32(31))
 
 

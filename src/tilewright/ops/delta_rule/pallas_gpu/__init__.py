@@ -161,7 +161,7 @@ def _forward(call: DeltaRuleCall, launch: Launch, *, save: bool) -> tuple[tuple[
     v = padded(in_chunks(call.v), 3, max(config.block_v, TILE))
     if call.gate == "channel":
         beta = per_chunk(in_chunks(call.beta))
-        chunks = scores(q, k, channel_gates(call), beta, sizes, config.score_chunks)
+        chunks = scores(q, k, channel_gates(call), beta, sizes, launch)
         operands = _in_order(chunks | {"v": v}, "q_in", "k_in", "k_out", "v", "inverse", "p", "decay")
     else:
         gates = head_gates(call)

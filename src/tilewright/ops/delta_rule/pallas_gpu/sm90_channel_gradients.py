@@ -38,10 +38,10 @@ from tilewright.ops.delta_rule.call import DeltaRuleCall
 from tilewright.ops.delta_rule.config import DeltaRuleSm90Backward
 from tilewright.ops.delta_rule.gates import LOWEST_GATE
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import (
+    BELOW_ONE,
     LARGEST_EXPONENT,
     SHIFT,
     PairLevel,
-    lowest_of_all,
     sums_of_gates,
 )
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
@@ -64,15 +64,19 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     query_head,
     store_hi_lo,
     store_in_register_order,
+    tokens_of_chunk,
     zeros,
 )
 from tilewright.ops.delta_rule.pallas_gpu.value_tiles import SIDES, ValueTiles
-from tilewright.pallas.gpu.kernel import compiler_params, processors, run_kernel
+from tilewright.pallas.gpu.kernel import InTurns, compiler_params, processors, run_kernel, tile
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
     LOG2_E,
+    ColumnRanges,
+    any_row,
     load_along_columns,
     load_along_rows,
+    load_float32_square,
     opaque_zero,
     split_hi_lo,
     transposed,
@@ -180,12 +184,13 @@ def _pairs_kernel(
     # scratch: tiles [1, ...] are indexed with an opaque zero
     qk_tiles,  # [2, C, 64]
     g_tiles,  # [1, 2 C, 64]
-    pair_tiles,  # [1, 2 C, C]
+    pair_tiles,  # [1, 2 C, C], in turns with g as it is loaded, [1, C, 64], and with a square [1, C, C]
     row_tiles, column_tiles,  # [1, 2 C, 64]
+    square,  # [C, C] float32: what the products' kernel made, as it is loaded
     beta_tile,  # [C]
     end_tile,  # [64]
     sum_tile,  # [C]
-    full,
+    full, square_full, other_full,
     # static
     group: int,
 ):  # fmt: skip
@@ -193,23 +198,15 @@ def _pairs_kernel(
     tokens, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(d * TILE, TILE)
     h = query_head(hv, group)
 
-    def positions_at(zero: Any) -> tuple[jax.Array, jax.Array]:
-        i, j = positions()
-        return i + zero, j
+    def tokens_at(zero: Any) -> jax.Array:
+        return tokens_of_chunk() + zero
 
-    def ones(mask: jax.Array) -> jax.Array:
-        return jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
-
-    def sums(zero: Any, mask: jax.Array) -> jax.Array:
-        return sums_of_gates(g_tiles.at[zero], ones(mask))  # [C, 64]
-
-    # Masks are compared element by element here: made from bits (`ColumnRanges`), which the forward's kernel gains from,
-    # they take a sixth fewer instructions, and the kernel 1.90 ms instead of 1.71 ms (H200, H96 T8192 D128).
+    def sums(zero: Any, of: ColumnRanges) -> jax.Array:
+        """The sums of the gates of each row's tokens, [C, 64]."""
+        return sums_of_gates(g_tiles.at[zero], of.ones())
 
     def exponents(zero: Any, now: PairLevel) -> jax.Array:
-        i, j = positions_at(zero)
-        first, end = now.exponents(i)
-        return sums(zero, (j >= first) & (j < end))
+        return sums(zero, ColumnRanges(*now.exponents(tokens_at(zero))))
 
     for source, target in (
         (q_ref.at[b, tokens, h, channels], qk_tiles.at[0]),
@@ -218,19 +215,33 @@ def _pairs_kernel(
         (ends_ref.at[b, hv, n, channels], end_tile),
     ):
         plgpu.copy_gmem_to_smem(source, target, full)
-    g = jnp.maximum(load(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * LOG2_E
+    pair_tiles, loaded_gates, other_square = pair_tiles
+
+    def copy_pairs(which: Any) -> None:
+        plgpu.copy_gmem_to_smem(pairs_ref.at[b, hv, n, which], square, square_full)
+
+    def copy_through(which: int, target: Any = square, barrier: Any = square_full) -> None:
+        plgpu.copy_gmem_to_smem(through_ref.at[b, hv, n, d, which], target, barrier)
+
+    plgpu.copy_gmem_to_smem(g_ref.at[b, tokens, hv, channels], loaded_gates.at[0], other_full)
+    copy_pairs(0)
+    plgpu.barrier_wait(other_full)
+    g = jnp.maximum(load_float32_square(loaded_gates.at[0], opaque_zero(n)), LOWEST_GATE) * LOG2_E
     store_hi_lo(g_tiles.at[0], split_hi_lo(g))
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # All warps have loaded the gates, too, whose memory is that of the pairs.
 
-    def lowest_exponents(index: Any, level: int) -> tuple[jax.Array, jax.Array]:
-        """The lowest exponent of each row from where a level scales it to, and of all of them."""
-        zero = opaque_zero(n + index)
-        of_rows = jnp.min(exponents(zero, PairLevel.of(jnp.int32(level))), axis=1)
-        return of_rows, lowest_of_all(of_rows, sum_tile)
+    def lowest_exponents(index: Any, level: int) -> jax.Array:
+        """The lowest exponent of each row from where a level scales it to."""
+        return jnp.min(exponents(opaque_zero(n + index), PairLevel.of(jnp.int32(level))), axis=1)
 
-    in_chunk, lowest = lowest_exponents(0, 0)
-    more = jnp.where(PairLevel.count(lowest, 0.0) > 1, 1, 0)
-    in_block, lowest_in_block = lax.fori_loop(0, more, lambda once, _: lowest_exponents(once, 1), (in_chunk, lowest))
+    def in_blocks(once: Any, _: Any) -> tuple[jax.Array, jax.Array]:
+        lowest = lowest_exponents(once, 1)
+        return lowest, any_row(lowest < -LARGEST_EXPONENT)
+
+    in_chunk = lowest_exponents(0, 0)
+    shifts, too_far = any_row(in_chunk < -BELOW_ONE), any_row(in_chunk < -LARGEST_EXPONENT)
+    in_block, further = lax.fori_loop(0, too_far, in_blocks, (in_chunk, jnp.int32(0)))
+    levels, rank = PairLevel.count(too_far > 0, further > 0), PairLevel.rank(in_chunk, in_block)
     plgpu.barrier_wait(full)
 
     def one_level(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -238,7 +249,7 @@ def _pairs_kernel(
         zero = opaque_zero(n + level)
         now = PairLevel.of(level)
         least = jnp.where(now.from_start, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E)
-        exponent = jnp.maximum(exponents(zero, now), least) + jnp.where(now.shifts(lowest), SHIFT, 0.0)
+        exponent = jnp.maximum(exponents(zero, now), least) + jnp.where(now.from_start & ((level > 0) | (shifts > 0)), SHIFT, 0.0)
         by_row, by_column = jnp.exp2(exponent), jnp.exp2(exponent * jnp.where(now.from_start, -1.0, 1.0))  # [C, 64]
         columns = column_tiles.at[zero]
         store_hi_lo(columns, split_hi_lo(load(qk_tiles.at[zero + 1]) * load_along_rows(beta_tile, SQUARE) * by_column))
@@ -250,11 +261,14 @@ def _pairs_kernel(
             rows, pairs_hi_lo = row_tiles.at[zero], pair_tiles.at[zero]
             store_hi_lo(rows, split_hi_lo(load(qk_tiles.at[zero + which]) * by_row))
             keep_order()
-            pairs = load_in_register_order(pairs_ref.at[b, hv, n, which])
-            i, j = positions_at(zero)
-            first, end = now.pairs(i, in_chunk, in_block)
-            store_hi_lo(pairs_hi_lo, split_hi_lo(jnp.where((j >= first) & (j < end), pairs, 0.0)))
+            plgpu.barrier_wait(square_full)
+            pairs = load_in_register_order(square)
+            taken = ColumnRanges(*now.pairs(tokens_at(zero), rank))
+            store_hi_lo(pairs_hi_lo, split_hi_lo(taken.keep(pairs)))
             plgpu.commit_smem()
+            last = (level + 1 == levels) & (which == 1)
+            pl.when(last)(lambda: copy_through(_DO_S))
+            pl.when(jnp.logical_not(last))(lambda: copy_pairs(1 - which))
 
             of_rows = of_rows + by_row * bf16x3_product(pairs_hi_lo, columns)
             of_columns = of_columns + by_column * bf16x3_product(pairs_hi_lo, rows, left=transposed)
@@ -265,26 +279,29 @@ def _pairs_kernel(
         return lax.fori_loop(0, 2, of_queries_or_keys, gradients)
 
     nothing = zeros()
-    levels = PairLevel.count(lowest, lowest_in_block)
     d_q, d_k, d_columns = lax.fori_loop(0, levels, one_level, (nothing, nothing, nothing))
 
+    copy_through(_DV_S, other_square.at[0], other_full)
     zero = opaque_zero(n + CHUNK)
-    i, j = positions_at(zero)
+    up_to = ColumnRanges(None, tokens_at(zero) + 1)
+    after = ColumnRanges(tokens_at(zero) + 1, None)
     rows, columns = row_tiles.at[zero], column_tiles.at[zero]
     queries, keys = qk_tiles.at[zero], qk_tiles.at[zero + 1]
 
-    def through(which: int) -> jax.Array:
-        return load_in_register_order(through_ref.at[b, hv, n, d, which])
-
-    decay_in = jnp.exp2(sums(zero, j <= i))
-    d_q = d_q + decay_in * through(_DO_S)
+    decay_in = jnp.exp2(sums(zero, up_to))
+    plgpu.barrier_wait(square_full)
+    d_q = d_q + decay_in * load_in_register_order(square)
     keep_order()
-    d_k = d_k + decay_in * through(_DV_S)
+    copy_through(_U_DS)
+    plgpu.barrier_wait(other_full)
+    d_k = d_k + decay_in * load_in_register_order(other_square.at[0])
     keep_order()
     beta = load_along_rows(beta_tile, SQUARE)
     store_hi_lo(rows, split_hi_lo(load(queries) * d_q + load(keys) * (d_k - beta * d_columns)))
     keep_order()
-    through_end = jnp.exp2(sums(zero, j > i)) * through(_U_DS)
+    decay_out = jnp.exp2(sums(zero, after))
+    plgpu.barrier_wait(square_full)
+    through_end = decay_out * load_in_register_order(square)
     store_hi_lo(columns, split_hi_lo(load(keys) * (beta * through_end)))
     keep_order()
     d_columns = d_columns + through_end
@@ -304,8 +321,10 @@ def _pairs_kernel(
         plgpu.copy_smem_to_gmem(keys, d_k_ref.at[b, tokens, hv, channels])
 
     def add_sums(sum_: Accumulator) -> None:
-        for mask, tiles in ((j >= i, rows), (j < i, columns)):
-            sum_.add(jnp.concatenate([ones(mask), ones(mask)], axis=1), tiles)
+        i = tokens_at(zero)
+        for of, tiles in ((ColumnRanges(i, None), rows), (ColumnRanges(None, i), columns)):
+            ones = of.ones()
+            sum_.add(jnp.concatenate([ones, ones], axis=1), tiles)
 
     d_g = product(SQUARE, add_sums)
     d_g_ref.at[b, tokens, hv, channels][...] = d_g + load_along_columns(end_tile, SQUARE)
@@ -316,13 +335,22 @@ def pairs_scratch() -> dict[str, Any]:
     return {
         "qk_tiles": bfloat16_tile(2, CHUNK, TILE),
         "g_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
-        "pair_tiles": bfloat16_tile(1, 2 * CHUNK, CHUNK),
+        "pair_tiles": InTurns(
+            (
+                bfloat16_tile(1, 2 * CHUNK, CHUNK),
+                tile(1, CHUNK, TILE, dtype=jnp.float32),
+                float32_buffer(1, *SQUARE),
+            )
+        ),
         "row_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
         "column_tiles": bfloat16_tile(1, 2 * CHUNK, TILE),
+        "square": float32_buffer(*SQUARE),
         "beta_tile": float32_buffer(CHUNK),
         "end_tile": float32_buffer(TILE),
         "sum_tile": float32_buffer(CHUNK),
         "full": plgpu.Barrier(num_arrivals=4),
+        "square_full": plgpu.Barrier(num_arrivals=1),
+        "other_full": plgpu.Barrier(num_arrivals=1),
     }
 
 

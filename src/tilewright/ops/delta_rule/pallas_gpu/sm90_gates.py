@@ -186,13 +186,8 @@ class PairLevel:
 
     @staticmethod
     def count(in_chunk: Any, in_block: Any) -> jax.Array:
-        """The levels of a chunk, by the lowest exponents of its rows from the chunk's start, and from their block's."""
-        of_decayed = jnp.where(in_block < -LARGEST_EXPONENT, _LEVELS, _INSIDE)
-        return jnp.where(in_chunk < -LARGEST_EXPONENT, of_decayed, 1)
-
-    def shifts(self, lowest: Any) -> jax.Array:
-        """Whether exponents are shifted, given the lowest: in every block of 16, and in a chunk that has to be."""
-        return self.from_start & ((self.level > 0) | (lowest < -BELOW_ONE))
+        """The levels of a chunk: whether rows of it decayed too far from the chunk's start, and from their block's."""
+        return jnp.where(in_chunk, jnp.where(in_block, _LEVELS, _INSIDE), 1)
 
     # Either range has the shape of i: [C], or [C, C].
 
@@ -202,25 +197,22 @@ class PairLevel:
         upward = self.from_start | ((i & self.size) != 0)
         return jnp.where(upward, start, i + 1), jnp.where(upward, i + 1, start + self.size)
 
-    def pairs(self, i: jax.Array, in_chunk: jax.Array, in_block: jax.Array) -> Range:
-        """The tokens j that i is paired with, by the lowest exponents [C] of each i from its chunk's and block's start."""
-        in_chunk, in_block = (jnp.where(lowest < -LARGEST_EXPONENT, 1, 0) for lowest in (in_chunk, in_block))
-        # A row that decayed too far in its block has done so in the chunk, but for positive gates before it.
-        of_decayed = jnp.where(self.level == 1, 1 - in_block, jnp.where(self.level >= _INSIDE, in_block, 1))
-        rows = jnp.where(self.level == 0, 1 - in_chunk, in_chunk * of_decayed)
-        rows = rows if i.ndim == 1 else lax.broadcast_in_dim(rows, SQUARE, [0])
+    @staticmethod
+    def rank(in_chunk: jax.Array, in_block: jax.Array) -> jax.Array:
+        """Which levels each row takes, [C], by its lowest exponents from its chunk's and its block's start: 0 for level 0
+        alone, 1 for level 1 and those between blocks, 2 for all that take the second half of a block with its first.
+
+        A row that decayed too far in its block has done so in the chunk, but for positive gates before it.
+        """
+        return jnp.where(in_chunk < -LARGEST_EXPONENT, jnp.where(in_block < -LARGEST_EXPONENT, 2, 1), 0)
+
+    def pairs(self, i: jax.Array, rank: jax.Array) -> Range:
+        """The tokens j that i is paired with, by the rank [C] of each i."""
+        least = jnp.where(self.level == 0, 0, jnp.where(self.level >= _INSIDE, 2, 1))
+        most = jnp.where(self.level < self.BETWEEN, self.level, 2)
+        taken = (rank >= least) & (rank <= most)
+        taken = taken if i.ndim == 1 else lax.broadcast_in_dim(jnp.where(taken, 1, 0), SQUARE, [0]) > 0
         start, itself = i & -self.size, self.size == 0
         first = jnp.where(self.from_start, start, jnp.where(itself, i, start - self.size))
         end = jnp.where(self.from_start | itself, i + 1, jnp.where((i & self.size) != 0, start, 0))
-        return first, jnp.where(rows > 0, end, 0)
-
-
-def lowest_of_all(lowest: jax.Array, scratch: Any) -> jax.Array:
-    """The lowest exponent of all rows, given that of each [C], as a scalar that all warps have. `scratch` is [C]."""
-    scratch[...] = lowest
-    plgpu.commit_smem()
-    of_all = jnp.min(load_along_columns(scratch, SQUARE), axis=1)
-    plgpu.commit_smem()
-    scratch[...] = of_all
-    plgpu.commit_smem()
-    return scratch[0]
+        return first, jnp.where(taken, end, 0)

@@ -74,7 +74,7 @@ from tilewright.pallas.gpu.registers import (
     split_hi_lo,
     store,
     transposed,
-    upcast_elements,
+
 )
 from tilewright.pallas.gpu.scheduler import RoundRobin, divmod_nonnegative
 from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, product, with_accumulators
@@ -308,7 +308,7 @@ def _gradient_kernel(
                 d_k.add(transposed(z), keys)
 
             # Hi, then lo: there is no room for a tile of each.
-            for part in split_hi_lo(pair * beta, widen=upcast_elements):
+            for part in split_hi_lo(pair * beta):
                 pair_tiles[side] = part
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(exchanged)

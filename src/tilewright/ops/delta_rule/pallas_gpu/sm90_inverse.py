@@ -74,10 +74,12 @@ from tilewright.pallas.gpu.warp_mma import (
     BLOCKS,
     WARPS,
     DealtSquares,
+    OfWarp,
     add_block_products,
     load_along_block_columns,
     load_along_block_rows,
     load_per_block,
+    load_transposed_block,
     store_block,
     transposed_blocks,
 )
@@ -99,43 +101,14 @@ Inverse = dict[tuple[int, int], SplitBlock]
 def invert(erased: Callable[[int, int], SplitBlock]) -> Inverse:
     """(I + A)^-1 of each warp's strictly lower triangular A [C, C].
 
-    `erased` gives the blocks of -(I + A)^T, on and above the diagonal, by row and column. Blocks of 2 tokens are
-    inverted directly. Then X <- X + (I - X (I + A)) X, Newton's step, four times, with X and the bracket rounded. The
-    bracket is taken inside of blocks that double each time: the X A term alone merges two blocks, and the rest corrects the
-    rounding of the steps before; the fourth step does nothing else. Blocks of 16 are merged by substitution, from the last
-    column to the first: X_ij = -(sum of X_is A_sj over s from j + 1 to i) X_jj. Blocks of tokens are merged, never powers
-    of A summed: those overflow where keys are alike.
+    `erased` gives the blocks of -A^T, on and above the diagonal, by row and column. Blocks of 16 on the diagonal are
+    inverted by themselves (`_invert_blocks`) and merged by substitution, from the last column to the first:
+    X_ij = -(sum of X_is A_sj over s from j + 1 to i) X_jj. Blocks of tokens are merged, never powers of A summed: those
+    overflow where keys are alike.
 
     The right operands of all these products are at hand as the tensor cores take them, which is transposed.
     """
-    apart = lax.bitwise_xor(*_positions_in_block())
-    on_diagonal = [erased(block, block) for block in range(_SIDE)]
-
-    def invert_pairs(erased: jax.Array) -> jax.Array:
-        pairs = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, upcast(erased), 0.0)).astype(jnp.bfloat16)
-        return upcast(transposed_blocks(pairs))
-
-    def newton_step(level: Any, x: jax.Array, erased: SplitBlock) -> jax.Array:
-        rounded = x.astype(jnp.bfloat16)
-        missing = tile_of_zeros(BLOCKS)
-        for part in erased:
-            missing = add_block_products(missing, rounded, part)
-        # Elements are less than 2^level apart in the same block of 2^level. On the diagonal X (I + A) is 1 to the bit, so
-        # nothing is missing there. The compiler would select after the rounding, and then round element by element.
-        inside = (apart < lax.shift_left(jnp.int32(1), level)) & (apart > 0)
-        missing = lax.optimization_barrier(jnp.where(inside, missing, 0.0)).astype(jnp.bfloat16)
-        return add_block_products(upcast(rounded), missing, transposed_blocks(rounded))
-
-    def step(level: Any, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(newton_step(level, x, each) for x, each in zip(blocks, on_diagonal, strict=True))
-
-    def add_bf16x3(sums: jax.Array, x: SplitBlock, y_transposed: SplitBlock) -> jax.Array:
-        for one, another in BF16X3:
-            sums = add_block_products(sums, x[one], y_transposed[another])
-        return sums
-
-    pairs = tuple(invert_pairs(hi) for hi, _ in on_diagonal)
-    diagonal = lax.fori_loop(2, BLOCK.bit_length() + 1, step, pairs)
+    diagonal = _invert_blocks([erased(block, block) for block in range(_SIDE)])
     nothing = tile_of_zeros(BLOCKS)
     inverse = {(block, block): split_hi_lo(x) for block, x in enumerate(diagonal)}
     for j in reversed(range(_SIDE)):
@@ -145,9 +118,79 @@ def invert(erased: Callable[[int, int], SplitBlock]) -> Inverse:
         for i in range(j + 1, _SIDE):
             sums = nothing
             for s in range(j + 1, i + 1):
-                sums = add_bf16x3(sums, inverse[i, s], of_column[s])
-            inverse[i, j] = split_hi_lo(add_bf16x3(nothing, split_hi_lo(sums), own))
+                sums = _add_bf16x3(sums, inverse[i, s], of_column[s])
+            inverse[i, j] = split_hi_lo(_add_bf16x3(nothing, split_hi_lo(sums), own))
     return inverse
+
+
+def invert_by_rows(erased: Any, inverse: Any, zero: Any) -> None:
+    """(I + A)^-1 of a matrix per warpgroup, as `invert` computes it: each warp has a row of its blocks.
+
+    `erased` is -A in a tile [1, 2 C, C], with hi above lo, and `inverse` is such a tile, for the result. The caller
+    has a barrier before, and one behind it. `zero` is one that the compiler cannot fold.
+    """
+
+    def transposed_of(tile: Any, row: int, column: int) -> SplitBlock:
+        """A block, transposed, so many blocks behind each warp's own on the diagonal."""
+        hi, lo = (load_transposed_block(tile, OfWarp(row, part * _SIDE), OfWarp(column), zero) for part in range(HI_LO))
+        return hi, lo
+
+    def store_own(behind: int, block: SplitBlock) -> None:
+        for part, value in enumerate(block):
+            store_block(inverse, OfWarp(0, part * _SIDE), OfWarp(behind), value, zero)
+
+    (diagonal,) = _invert_blocks([transposed_of(erased, 0, 0)], zero)
+    row = [split_hi_lo(diagonal)]  # From the diagonal to the left.
+    store_own(0, row[0])
+    plgpu.commit_smem()  # Every warp reads the blocks of the diagonal.
+    nothing = tile_of_zeros(BLOCKS)
+    token = plgpu.broadcasted_iota(jnp.int32, BLOCKS, 0, layout=WGMMA) + zero
+    for behind in range(1, _SIDE):
+        sums = nothing
+        for s in range(behind):
+            sums = _add_bf16x3(sums, row[s], transposed_of(erased, s, behind))
+        x = _add_bf16x3(nothing, split_hi_lo(sums), transposed_of(inverse, behind, behind))
+        # Left of the first column it would be the last one, above the diagonal, whose blocks are zeros.
+        row.append(split_hi_lo(jnp.where(token >= behind * BLOCK, x, 0.0)))
+        store_own(behind, row[-1])
+
+
+def _invert_blocks(erased: list[SplitBlock], zero: Any = 0) -> tuple[jax.Array, ...]:
+    """The inverses of blocks of I + A, given those of -A^T.
+
+    Blocks of 2 tokens are inverted directly. Then X <- X + (I - X (I + A)) X, Newton's step, four times, with X and the
+    bracket rounded. The bracket is taken inside of blocks that double each time: the X A term alone merges two blocks, and
+    the rest corrects the rounding of the steps before; the fourth step does nothing else.
+    """
+    row, column = _positions_in_block()
+    apart = lax.bitwise_xor(row + zero, column)
+
+    def invert_pairs(erased: jax.Array) -> jax.Array:
+        pairs = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, upcast(erased), 0.0)).astype(jnp.bfloat16)
+        return upcast(transposed_blocks(pairs))
+
+    def newton_step(level: Any, x: jax.Array, erased: SplitBlock) -> jax.Array:
+        rounded = x.astype(jnp.bfloat16)
+        missing = -upcast(rounded)
+        for part in erased:
+            missing = add_block_products(missing, rounded, part)
+        # Elements are less than 2^level apart in the same block of 2^level. On the diagonal X (I + A) is 1 to the bit, so
+        # nothing is missing there. The compiler would select after the rounding, and then round element by element.
+        inside = (apart < lax.shift_left(jnp.int32(1), level)) & (apart > 0)
+        missing = lax.optimization_barrier(jnp.where(inside, missing, 0.0)).astype(jnp.bfloat16)
+        return add_block_products(upcast(rounded), missing, transposed_blocks(rounded))
+
+    def step(level: Any, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(newton_step(level, x, each) for x, each in zip(blocks, erased, strict=True))
+
+    pairs = tuple(invert_pairs(hi) for hi, _ in erased)
+    return lax.fori_loop(2, BLOCK.bit_length() + 1, step, pairs)
+
+
+def _add_bf16x3(sums: jax.Array, x: SplitBlock, y_transposed: SplitBlock) -> jax.Array:
+    for one, another in BF16X3:
+        sums = add_block_products(sums, x[one], y_transposed[another])
+    return sums
 
 
 def _positions_in_block() -> tuple[jax.Array, jax.Array]:
@@ -156,20 +199,17 @@ def _positions_in_block() -> tuple[jax.Array, jax.Array]:
     return lax.rem(row, jnp.int32(BLOCK)), column
 
 
-def store_inverse(tiles: Any, inverse: Inverse, *, below: bool) -> None:
-    """Stores each warp's inverse as hi and lo, into tiles of [C, 2 C], or with lo below hi of [2 C, C]. Warps that share a
-    tile have the same inverse.
-    """
+def _store(tiles: Any, inverse: Inverse) -> None:
+    """Stores each warp's inverse into its tile [C, 2 C], hi and lo side by side."""
     blank = tile_of_zeros(BLOCKS).astype(jnp.bfloat16)
     for i in range(_SIDE):
         for j in range(_SIDE):
             for part, block in enumerate(inverse.get((i, j), (blank, blank))):
-                first = part * _SIDE
-                store_block(tiles, *((first + i, j) if below else (i, first + j)), block)
+                store_block(tiles, i, part * _SIDE + j, block)
 
 
 class _Erased:
-    """-(I + A)^T of each warp's matrix, by blocks on and above the diagonal, which are computed where they are used."""
+    """-A^T of each warp's matrix, by blocks on and above the diagonal, which are computed where they are used."""
 
     def __init__(self, kk: DealtSquares, gates: Any):
         self.kk, self.gates = kk, gates
@@ -183,7 +223,7 @@ class _Erased:
             i, j = _positions_in_block()
             after = j - i
             exponent = jnp.where(after > 0, _difference(columns, rows), MASKED)
-            return split_hi_lo(jnp.where(after == 0, -1.0, kk * jnp.exp(exponent) * minus_beta))
+            return split_hi_lo(kk * jnp.exp(exponent) * minus_beta)
         # The decay to the first token of the later block, per row, times that from it, per column.
         between = self._sums(load_per_block, column, count=1)
         to_first = jnp.exp(_difference(between, rows)) * minus_beta
@@ -241,7 +281,7 @@ def _inverse_kernel(
     plgpu.commit_smem()  # Other warps may still be multiplying.
     inverse = invert(_Erased(DealtSquares(list(kk), tiles), gates).block)
     plgpu.commit_smem()  # All warps have loaded their blocks of k k^T.
-    store_inverse(tiles, inverse, below=False)
+    _store(tiles, inverse)
     plgpu.commit_smem()
     for c in range(chunks):
 

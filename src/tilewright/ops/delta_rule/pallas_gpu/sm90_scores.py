@@ -49,54 +49,57 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tilewright.core.implementation import Launch
 from tilewright.ops.delta_rule.gates import LOWEST_GATE
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import (
     BELOW_ONE,
+    LARGEST_EXPONENT,
     SHIFT,
     PairLevel,
-    lowest_of_all,
     sums_of_gates,
 )
-from tilewright.ops.delta_rule.pallas_gpu.sm90_inverse import invert, store_inverse
+from tilewright.ops.delta_rule.pallas_gpu.sm90_inverse import invert_by_rows
 from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     CHUNK,
     HI,
-    HI_LO,
     LO,
     SQUARE,
     TILE,
     Sizes,
-    bf16x3_product,
+    add_bf16x3_of_tiles,
     bfloat16_array,
     bfloat16_tile,
     float32_array,
     float32_buffer,
     keep_order,
     load,
-    positions,
+    loop,
     query_head,
     store_hi_lo,
+    store_last_row,
     tokens_of_chunk,
     zeros,
 )
 from tilewright.pallas.gpu.elementwise import reciprocal
-from tilewright.pallas.gpu.kernel import run_kernel
+from tilewright.pallas.gpu.kernel import InTurns, processors, run_kernel, tile
 from tilewright.pallas.gpu.registers import (
     LOG2_E,
     WGMMA,
     ColumnRanges,
+    any_row,
     load_along_columns,
-    load_along_rows,
+    load_at_rows,
+    load_float32_square,
     opaque_zero,
     split_hi_lo,
     transposed,
-    upcast_elements,
 )
-from tilewright.pallas.gpu.warp_mma import BLOCK, load_transposed_block
-from tilewright.pallas.gpu.wgmma import product
+from tilewright.pallas.gpu.scheduler import divmod_nonnegative
+from tilewright.pallas.gpu.wgmma import Accumulator, accumulate, product
 
-# With pairs of elements at a time this kernel takes as long as before the inverse's blocks of 16: 1.00 ms, not 0.955.
-_split = functools.partial(split_hi_lo, widen=upcast_elements)
+_LEAST_INVERSE = 2.0**-BELOW_ONE
+Sums = tuple[jax.Array, jax.Array]
+"""The products k k^T and q k^T of a chunk, with their decays."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,37 @@ class _Tiles:
     i: Any  # [C]
     q: Any  # [C, 64]
     k: Any  # [C, 64]
-    g_hi_lo: Any  # [2 C, 64]
+    gates: Any  # [2 C, 64], hi and lo
     rows: Any  # [3 C, 64]: q, hi and lo, and k
     columns: Any  # [2 C, 64]
+
+    def store_rows(self, decay: jax.Array, without: jax.Array | None = None) -> None:
+        """Stores q and k with their decays; zeros in the rows that `without` [C] tells."""
+
+        def decayed(tile: Any) -> jax.Array:
+            x = load(tile) * decay
+            return x if without is None else jnp.where(lax.broadcast_in_dim(without, SQUARE, [0]), 0.0, x)
+
+        store_hi_lo(self.rows, split_hi_lo(decayed(self.q)))
+        keep_order()
+        self.rows[_K_ROWS] = decayed(self.k).astype(jnp.bfloat16)
+
+    def store_columns(self, decay: jax.Array) -> None:
+        store_hi_lo(self.columns, split_hi_lo(load(self.k) * decay))
+        plgpu.commit_smem()
+
+    def exponents(self, tokens: ColumnRanges) -> jax.Array:
+        """The sums of the gates of each row's tokens, [C, 64]."""
+        return sums_of_gates(self.gates, tokens.ones())
+
+    def add_kk(self, sum_: Accumulator) -> None:
+        sum_.add(self.rows.at[_K_ROWS], transposed(self.columns.at[HI]))  # [C, C]
+
+    def add_qk(self, sum_: Accumulator) -> None:
+        add_bf16x3_of_tiles(sum_, self.rows, self.columns, right=transposed)  # [C, C]
+
+
+_K_ROWS = pl.ds(2 * CHUNK, CHUNK)
 
 
 def _scores_kernel(
@@ -124,177 +155,177 @@ def _scores_kernel(
     k_out_ref,  # [B, T, HV, 2 K]: hi and lo side by side
     decay_ref,  # [B, HV, chunks, K]: exp(G_C)
     # scratch, for each warpgroup
-    q_tiles, k_tiles, g_tiles, row_tiles, column_tiles,  # `_Tiles`
+    key_tiles,  # [2 C, 64]: q above k, and behind the last channels -A, hi above lo
+    gate_tiles,  # g as it is loaded, [C, 64], in turns with `_Tiles.gates`
+    row_tiles, column_tiles,  # `_Tiles`
     beta_tiles,  # [C]
-    decay_tiles,  # [64]
-    lowest_tiles,  # [C]
-    full,
+    keys_full, gates_full,
     # static
-    chunks: int,
+    sizes: Sizes,
+    blocks: int,
     side_by_side: int,
-    group: int,
 ):  # fmt: skip
-    b, hv, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-    n = lax.axis_index("chunk") * side_by_side + warpgroup
-    tokens = pl.ds(n * CHUNK, CHUNK)
-    k_rows = pl.ds(2 * CHUNK, CHUNK)
-    depth = k_in_ref.shape[-1]
+    warpgroup, depth = lax.axis_index("warpgroup"), sizes.depth
+    count, workers = sizes.b * sizes.chunks * sizes.hv, blocks * side_by_side
+    first = warpgroup * blocks + lax.axis_index("block")
+    loaded_tiles, split_tiles = gate_tiles
+    beta_tile, loaded_gates = beta_tiles.at[warpgroup], loaded_tiles.at[warpgroup]
 
-    @pl.when(n < chunks)
-    def _one_chunk():
-        ready = full.at[warpgroup]
+    def place(n: Any) -> tuple[Any, Any, Any, Any]:
+        """The n-th chunk of this warpgroup: its batch element and head, its number, and its tokens."""
+        rest, hv = divmod_nonnegative(first + n * workers, sizes.hv)
+        b, chunk = divmod_nonnegative(rest, sizes.chunks)
+        return b, hv, chunk, pl.ds(chunk * CHUNK, CHUNK)
+
+    def copy_gates(n: Any, d: Any) -> None:
+        """The gates of the d-th 64 channels of the n-th chunk, or of the chunk behind its last channels."""
+        n, d = jnp.where(d < sizes.depth_tiles, n, n + 1), jnp.where(d < sizes.depth_tiles, d, 0)
+
+        @pl.when(first + n * workers < count)
+        def _copy():
+            b, hv, _, tokens = place(n)
+            source = g_ref.at[b, tokens, hv, pl.ds(d * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(source, loaded_gates, gates_full.at[warpgroup])
+
+    copy_gates(jnp.int32(0), jnp.int32(0))
+
+    def one_chunk(n: Any) -> None:
+        b, hv, chunk, tokens = place(n)
 
         def tiles_at(index: Any) -> _Tiles:
             """Addresses and masks, recomputed wherever they are used: registers are scarce."""
             zero = opaque_zero(n + index)
-            tiles = (q_tiles, k_tiles, g_tiles, row_tiles, column_tiles)
-            return _Tiles(tokens_of_chunk() + zero, *(each.at[warpgroup + zero] for each in tiles))
+            keys = key_tiles.at[warpgroup + zero]
+            tiles = (each.at[warpgroup + zero] for each in (split_tiles, row_tiles, column_tiles))
+            return _Tiles(tokens_of_chunk() + zero, keys.at[HI], keys.at[LO], *tiles)
 
-        def scores(at: _Tiles, pairs: ColumnRanges, kk: jax.Array, qk: jax.Array) -> tuple[jax.Array, jax.Array]:
-            rows, columns = at.rows, at.columns
-            plgpu.commit_smem()
-            more = product(SQUARE, lambda sum_: sum_.add(rows.at[k_rows], transposed(columns.at[HI])))  # [C, C]
-            kk = kk + pairs.keep(more)
-            more = bf16x3_product(rows, columns, right=transposed)
-            plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
-            return kk, qk + pairs.keep(more)
-
-        def add_level(
-            at: _Tiles, d: Any, level: Any, exponents: tuple[jax.Array, jax.Array], sums: tuple[jax.Array, jax.Array]
-        ) -> Any:
-            """Adds a level's scores to the sums. Returns the lowest exponents too: of all rows, and of each row in the
-            first two levels.
-            """
-            now, channels = PairLevel.of(level), pl.ds(d * TILE, TILE)
-
-            def store_rows(decay: jax.Array) -> None:
-                store_hi_lo(at.rows, _split(load(at.q) * decay))
-                keep_order()
-                at.rows[k_rows] = (load(at.k) * decay).astype(jnp.bfloat16)
-                plgpu.commit_smem()
-
-            exponent = sums_of_gates(at.g_hi_lo, ColumnRanges(*now.exponents(at.i)).ones())
-            of_rows = jnp.min(exponent, axis=1)
-            exponents = jnp.where(level == 0, of_rows, exponents[0]), jnp.where(level == 1, of_rows, exponents[1])
-            decay = jnp.exp2(exponent + jnp.where(level == 1, SHIFT, 0.0))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # What the copies of level 0 read is written again.
-            store_rows(decay)
-            lowest = lowest_of_all(of_rows, lowest_tiles.at[warpgroup])
-
-            @pl.when(level == 0)
-            def _copy_out():
-                # The rows are scaled with their decay from the chunk's start: as S meets them.
-                plgpu.copy_smem_to_gmem(at.rows.at[HI], q_in_ref.at[b, tokens, hv, channels])
-                plgpu.copy_smem_to_gmem(at.rows.at[k_rows], k_in_ref.at[b, tokens, hv, channels])
-
-            def shift(n: Any, _: jax.Array) -> jax.Array:
-                """Stores the rows again. Those that need no shift get the same bits, shifted."""
-                at = tiles_at(d + n)
-                exponent = sums_of_gates(at.g_hi_lo, ColumnRanges(*now.exponents(at.i)).ones())
-                low = exponent < -BELOW_ONE
-                decay = jnp.exp2(jnp.where(low, exponent + SHIFT, exponent)) * jnp.where(low, 1.0, 2.0**SHIFT)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                store_rows(decay)
-                return decay
-
-            decay = lax.fori_loop(0, jnp.where((level == 0) & (lowest < -BELOW_ONE), 1, 0), shift, decay)
-            inverse = reciprocal(jnp.maximum(decay, 2.0**-BELOW_ONE), WGMMA)
-            store_hi_lo(at.columns, _split(load(at.k) * jnp.where(now.from_start, inverse, decay)))
-            at = tiles_at(d + level + CHUNK)
-            return lowest, exponents, scores(at, ColumnRanges(*now.pairs(at.i, *exponents)), *sums)
-
-        def add_channels(d: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def add_channels(d: Any, sums: Sums) -> Sums:
             """Adds the scores over the d-th 64 key channels, and writes those channels of the scaled operands."""
-            at = tiles_at(d)
-            channels = pl.ds(d * TILE, TILE)
-            h = query_head(hv, group)
+            at, channels, h = tiles_at(d), pl.ds(d * TILE, TILE), query_head(hv, sizes.group)
+            ready = keys_full.at[warpgroup]
             plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h, channels], at.q, ready)
             plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h, channels], at.k, ready)
-            plgpu.copy_gmem_to_smem(beta_ref.at[b, hv, n], beta_tiles.at[warpgroup], ready)
-            g = jnp.maximum(load(g_ref.at[b, tokens, hv, channels]), LOWEST_GATE) * LOG2_E
-            store_hi_lo(at.g_hi_lo, _split(g))
+            plgpu.copy_gmem_to_smem(beta_ref.at[b, hv, chunk], beta_tile, ready)
+            plgpu.barrier_wait(gates_full.at[warpgroup])
+            g = jnp.maximum(load_float32_square(loaded_gates, opaque_zero(n + d)), LOWEST_GATE) * LOG2_E
+            plgpu.commit_smem()  # All warps have loaded the gates, whose memory is that of the parts.
+            store_hi_lo(at.gates, split_hi_lo(g))
             plgpu.commit_smem()
-            # Transposed: a sum over rows would go through memory that Pallas has once for all warpgroups.
-            g_transposed = load(transposed(at.g_hi_lo.at[HI])) + load(transposed(at.g_hi_lo.at[LO]))
-            whole_decay = decay_tiles.at[warpgroup]
-            whole_decay[...] = jnp.exp2(jnp.sum(g_transposed, axis=1))
+
+            out = jnp.exp2(at.exponents(ColumnRanges(at.i + 1, None)))
             plgpu.barrier_wait(ready)
-
-            def next_level(carry: Any) -> Any:
-                level, levels, exponents, sums = carry
-                lowest, exponents, sums = add_level(tiles_at(d + level), d, level, exponents, sums)
-                # Level 0 tells which rows decay too far in the chunk; level 1, which runs if some do, which in a block.
-                levels = jnp.where(level == 0, PairLevel.count(lowest, 0.0), levels)
-                levels = jnp.where(level == 1, PairLevel.count(-jnp.inf, lowest), levels)
-                return level + 1, levels, exponents, sums
-
-            unknown = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), WGMMA.reduce(1))
-            first = jnp.int32(0), jnp.int32(1), (unknown, unknown), sums
-            _, _, _, sums = lax.while_loop(lambda carry: carry[0] < carry[1], next_level, first)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # What is still copied from the tiles is written again.
+            at.store_columns(out * load_at_rows(beta_tile, at.i, SQUARE))
+            for part, first in ((HI, 0), (LO, depth)):
+                to = k_out_ref.at[b, tokens, hv, pl.ds(first + d * TILE, TILE)]
+                plgpu.copy_smem_to_gmem(at.columns.at[part], to)
 
             at = tiles_at(d + CHUNK)
-            after = ColumnRanges(at.i + 1, jnp.full_like(at.i, CHUNK)).ones()
-            out = jnp.exp2(sums_of_gates(at.g_hi_lo, after)) * load_along_rows(beta_tiles.at[warpgroup], SQUARE)
-            store_hi_lo(at.columns, _split(load(at.k) * out))
-            plgpu.commit_smem()
-            lo_channels = pl.ds(depth + d * TILE, TILE)
-            plgpu.copy_smem_to_gmem(at.columns.at[HI], k_out_ref.at[b, tokens, hv, channels])
-            plgpu.copy_smem_to_gmem(at.columns.at[LO], k_out_ref.at[b, tokens, hv, lo_channels])
-            plgpu.copy_smem_to_gmem(whole_decay, decay_ref.at[b, hv, n, channels])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            exponent = at.exponents(ColumnRanges(None, at.i + 1))
+            in_chunk = jnp.min(exponent, axis=1)
+            decay = jnp.exp2(exponent)
+            store_last_row(decay_ref.at[b, hv, chunk, channels], decay, opaque_zero(n + d))
+            at.store_rows(decay)
+            shifts = any_row(in_chunk < -BELOW_ONE)
+            # The rows are scaled with their decay from the chunk's start: as S meets them.
+            plgpu.copy_smem_to_gmem(at.rows.at[HI], q_in_ref.at[b, tokens, hv, channels])
+            plgpu.copy_smem_to_gmem(at.rows.at[_K_ROWS], k_in_ref.at[b, tokens, hv, channels])
+            pl.when(shifts == 0)(lambda: copy_gates(n, d + 1))
+
+            def shift(turn: Any, _: Any) -> tuple[jax.Array, jax.Array]:
+                """Stores the rows again, shifted: those that need none get the same bits. Rows that decayed too far
+                take no part in this level.
+                """
+                at = tiles_at(d + turn)
+                exponent = at.exponents(ColumnRanges(None, at.i + 1))
+                low, too_far = exponent < -BELOW_ONE, jnp.min(exponent, axis=1) < -LARGEST_EXPONENT
+                decay = jnp.exp2(jnp.where(low, exponent + SHIFT, exponent)) * jnp.where(low, 1.0, 2.0**SHIFT)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                at.store_rows(decay, without=too_far)
+                return decay, jnp.where(any_row(too_far) > 0, PairLevel.count(True, False), 1)
+
+            decay, levels = lax.fori_loop(0, shifts, shift, (decay, jnp.int32(1)))
+            plgpu.wait_smem_to_gmem(2, wait_read_only=True)  # The copies of the columns: those of the rows came later.
+            at = tiles_at(d + CHUNK)
+            at.store_columns(reciprocal(jnp.maximum(decay, _LEAST_INVERSE), WGMMA))
+            at = tiles_at(d + CHUNK)
+            sums = accumulate(sums, lambda kk, qk: (at.add_kk(kk), at.add_qk(qk))[:0])
+            plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
+
+            def add_level(carry: Any) -> Any:
+                """Adds the scores of the rows that decayed too far, in one more level."""
+                level, levels, rank, (kk, qk) = carry
+                at, now = tiles_at(d + level), PairLevel.of(level)
+                exponent = at.exponents(ColumnRanges(*now.exponents(at.i)))
+                # Level 1 tells which rows decay too far in a block.
+                in_block = jnp.where(level == 1, jnp.min(exponent, axis=1), 0.0)
+                rank = jnp.where(in_block < -LARGEST_EXPONENT, rank * 2, rank)
+                decay = jnp.exp2(exponent + jnp.where(level == 1, SHIFT, 0.0))
+                at.store_rows(decay)
+                levels = jnp.where(any_row(rank == 2) > 0, PairLevel.count(True, True), levels)
+                inverse = reciprocal(jnp.maximum(decay, _LEAST_INVERSE), WGMMA)
+                at.store_columns(jnp.where(now.from_start, inverse, decay))
+                at = tiles_at(d + level + CHUNK)
+                pairs = ColumnRanges(*now.pairs(at.i, rank))
+                kk = kk + pairs.keep(product(SQUARE, at.add_kk))  # One after the other: registers are scarce.
+                qk = qk + pairs.keep(product(SQUARE, at.add_qk))
+                plgpu.commit_smem()
+                return level + 1, levels, rank, (kk, qk)
+
+            more = jnp.int32(1), levels, PairLevel.rank(in_chunk, jnp.zeros_like(in_chunk)), sums
+            *_, sums = lax.while_loop(lambda carry: carry[0] < carry[1], add_level, more)
+            pl.when(shifts > 0)(lambda: copy_gates(n, d + 1))
             return sums
 
-        zero = zeros()
-        kk, qk = lax.fori_loop(0, depth // TILE, add_channels, (zero, zero))
+        kk, qk = lax.fori_loop(0, sizes.depth_tiles, add_channels, (zeros(), zeros()))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        at = tiles_at(0)
+        p = ColumnRanges(None, at.i + 1).keep(qk * load_along_columns(beta_tile, SQUARE))
+        store_hi_lo(at.rows, split_hi_lo(p))
+        erased = ColumnRanges(None, at.i).keep(kk * -load_along_columns(beta_tile, SQUARE))
+        store_hi_lo(key_tiles.at[warpgroup], split_hi_lo(erased))
+        plgpu.commit_smem()
 
         def write(ref: Any, hi_lo: Any) -> None:
-            plgpu.commit_smem()
             for part in (HI, LO):
                 plgpu.copy_smem_to_gmem(hi_lo.at[part], ref.at[b, hv, tokens, part])
 
-        at, beta = tiles_at(0), beta_tiles.at[warpgroup]
-        store_hi_lo(at.rows, _split(qk * load_along_columns(beta, SQUARE)))
         write(p_ref, at.rows)
-        i, j = positions()
-        erased = jnp.where(i > j, kk * -load_along_columns(beta, SQUARE), jnp.where(i == j, -1.0, 0.0))
-        store_hi_lo(at.g_hi_lo, _split(erased))
-        plgpu.commit_smem()
         own = pl.ds(warpgroup, 1)
-
-        def erased_block(row: int, column: int) -> tuple[jax.Array, jax.Array]:
-            hi, lo = (
-                load_transposed_block(g_tiles.at[own], part * CHUNK // BLOCK + column, row) for part in range(HI_LO)
-            )
-            return hi, lo
-
-        # Each of the four warps computes all of the inverse: none waits for another.
-        store_inverse(column_tiles.at[own], invert(erased_block), below=True)
+        invert_by_rows(key_tiles.at[own], column_tiles.at[own], opaque_zero(n))
+        plgpu.commit_smem()
         write(inverse_ref, at.columns)
-        plgpu.wait_smem_to_gmem(0)
+
+    @loop(pl.cdiv(count, workers))  # The same for all warpgroups, so that the compiler counts it once for a warp.
+    def _chunks(n: Any) -> None:
+        pl.when(first + n * workers < count)(functools.partial(one_chunk, n))
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def scratch(side_by_side: int) -> dict[str, Any]:
     return {
-        "q_tiles": bfloat16_tile(side_by_side, CHUNK, TILE),
-        "k_tiles": bfloat16_tile(side_by_side, CHUNK, TILE),
-        "g_tiles": bfloat16_tile(side_by_side, 2 * CHUNK, TILE),
+        "key_tiles": bfloat16_tile(side_by_side, 2 * CHUNK, TILE),
+        "gate_tiles": InTurns(
+            (tile(side_by_side, CHUNK, TILE, dtype=jnp.float32), bfloat16_tile(side_by_side, 2 * CHUNK, TILE))
+        ),
         "row_tiles": bfloat16_tile(side_by_side, 3 * CHUNK, TILE),
         "column_tiles": bfloat16_tile(side_by_side, 2 * CHUNK, TILE),
         "beta_tiles": float32_buffer(side_by_side, CHUNK),
-        "decay_tiles": float32_buffer(side_by_side, TILE),
-        "lowest_tiles": float32_buffer(side_by_side, CHUNK),
-        "full": plgpu.Barrier(num_arrivals=3, num_barriers=side_by_side),
+        "keys_full": plgpu.Barrier(num_arrivals=3, num_barriers=side_by_side),
+        "gates_full": plgpu.Barrier(num_arrivals=1, num_barriers=side_by_side),
     }
 
 
 def scores(
-    q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, sizes: Sizes, side_by_side: int
+    q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, sizes: Sizes, launch: Launch
 ) -> dict[str, jax.Array]:
     """`inverse`, `p`, `q_in`, `k_in`, `k_out` and `decay`, as the kernel's outputs are declared."""
-    b, t, hv, depth = sizes.b, sizes.t, sizes.hv, sizes.depth
+    b, t, hv, depth, side_by_side = sizes.b, sizes.t, sizes.hv, sizes.depth, launch.config.score_chunks
     pairs, keys = bfloat16_array(b, hv, t, 2 * CHUNK), bfloat16_array(b, t, hv, depth)
+    blocks = min(processors(launch.chip), b * hv * sizes.chunks)
     return run_kernel(
-        functools.partial(_scores_kernel, chunks=sizes.chunks, side_by_side=side_by_side, group=sizes.group),
+        functools.partial(_scores_kernel, sizes=sizes, blocks=blocks, side_by_side=side_by_side),
         name="kda_scores",
         inputs={"q": q, "k": k, "g": g, "beta": beta},
         outputs={
@@ -306,6 +337,6 @@ def scores(
             "decay": float32_array(b, hv, sizes.chunks, depth),
         },
         scratch=scratch(side_by_side),
-        grid={"chunk": pl.cdiv(sizes.chunks, side_by_side), "head": hv, "batch": b},
+        grid={"block": blocks},
         warpgroups=side_by_side,
     )

@@ -26,11 +26,13 @@ from tilewright.pallas.gpu.elementwise import element
 from tilewright.pallas.gpu.kernel import interpreted, tile
 from tilewright.pallas.gpu.registers import (
     BF16X3,
+    SCALAR,
     WGMMA,
     inline_mosaic,
     load_along_columns,
     load_along_rows,
     transposed,
+    upcast,
 )
 from tilewright.pallas.gpu.wgmma import Accumulator, product
 
@@ -59,6 +61,7 @@ REGISTERS = 504
 
 MASKED = -1e30
 """Its exponential is 0."""
+_THREADS = 128  # Of a warpgroup.
 _VECTOR = 4  # Elements of the widest store.
 _LANES_OF_A_COLUMN = (4, 8, 16)  # Distances of the lanes that have a column of a square.
 
@@ -177,15 +180,18 @@ def add_bf16x3(accumulator: Accumulator, x: tuple[jax.Array, jax.Array], hi_lo: 
     accumulator.add(x[1], hi)  # [64, C] [C, n]
 
 
-def bf16x3_product(x: Any, y: Any, *, left: Callable[[Any], Any] | None = None, right: Any = None) -> jax.Array:
-    """x y of two tiles [2 C, n] that have hi above lo. `left` and `right` may transpose each part."""
+def add_bf16x3_of_tiles(
+    sum_: Accumulator, x: Any, y: Any, *, left: Callable[[Any], Any] | None = None, right: Any = None
+) -> None:
+    """Adds x y of two tiles [2 C, n] that have hi above lo. `left` and `right` may transpose each part."""
+    for one, another in BF16X3:
+        a, b = x.at[(HI, LO)[one]], y.at[(HI, LO)[another]]
+        sum_.add(left(a) if left else a, right(b) if right else b)
 
-    def add(sum_: Accumulator) -> None:
-        for one, another in BF16X3:
-            a, b = x.at[(HI, LO)[one]], y.at[(HI, LO)[another]]
-            sum_.add(left(a) if left else a, right(b) if right else b)
 
-    return product(SQUARE, add)
+def bf16x3_product(x: Any, y: Any, **sides: Any) -> jax.Array:
+    """x y, as `add_bf16x3_of_tiles` has them."""
+    return product(SQUARE, lambda sum_: add_bf16x3_of_tiles(sum_, x, y, **sides))
 
 
 SplitTile = tuple[jax.Array, jax.Array]
@@ -194,7 +200,8 @@ SplitTile = tuple[jax.Array, jax.Array]
 
 def load(ref: Any) -> jax.Array:
     """A tile as float32, in registers."""
-    return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
+    tile = plgpu.load(ref, layout=WGMMA, optimized=False)
+    return tile if tile.dtype == jnp.float32 else upcast(tile)
 
 
 def load_transposed(ref: Any) -> jax.Array:
@@ -304,6 +311,32 @@ def store_column_sums(ref: Any, x: jax.Array) -> None:
                 vector.store(pair, ref, [bits(5, 2), column], alignment=8)
 
     inline_mosaic(body, ref, x)
+
+
+def store_last_row(ref: Any, x: jax.Array, zero: Any) -> None:
+    """Stores the last row of a float32 square to [C] in global memory. `zero` is one that the compiler cannot fold."""
+    if interpreted():
+        ref[...] = x[-1]
+        return
+
+    def body(_: Any, ref: Any, x: Any, zero: Any) -> None:
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        thread = arith.addi(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), zero.registers.item())
+
+        def constant(value: int) -> Any:
+            return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+        # A thread has columns 8 n + 2 l and the next one, for l the last two bits of its lane. The row is the second of the
+        # last four lanes of the last warp.
+        within = arith.andi(thread, constant(_THREADS - 1))
+        first = arith.shli(arith.andi(thread, constant(3)), constant(1))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.uge, within, constant(_THREADS - 4))):
+            for n, pair in enumerate(x.registers.flat[1::2]):
+                column = arith.index_cast(index, arith.addi(first, constant(8 * n)))
+                vector.store(pair, ref, [column], alignment=8)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, SCALAR), return_type=None)
+    inline(body)(ref, x, zero)
 
 
 def query_head(hv: Any, group: int) -> Any:

@@ -155,13 +155,17 @@ def sums_of_neighbours(x: jax.Array, size: int, layout: Any) -> jax.Array:
     return inline_float32(body, x, layout)
 
 
-def reciprocal(x: jax.Array, layout: Any) -> jax.Array:
-    """1 / x of float32 values in this layout, to about a unit in the last place, in one operation."""
+def reciprocal(x: jax.Array, layout: Any, *, again: bool = False) -> jax.Array:
+    """1 / x of float32 values in this layout, to about a unit in the last place, in one operation.
+
+    With `again` each call computes it, where the compiler would otherwise keep the registers of an earlier one.
+    """
     if interpreted():
         return 1.0 / x
+    divide = functools.partial(_per_element, instruction="rcp.approx.ftz.f32 $0, $1;", again=again)
 
     def body(_: Any, x: Any) -> Any:
-        return of_registers(lambda each: _per_element(each.type, "rcp.approx.ftz.f32 $0, $1;", each), x)
+        return of_registers(lambda each: divide(each.type, register=each), x)
 
     return inline_float32(body, x, layout)
 
@@ -171,11 +175,11 @@ def element(register: Any, n: int) -> Any:
     return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([n]))
 
 
-def _per_element(kind: Any, instruction: str, register: Any) -> Any:
+def _per_element(kind: Any, instruction: str, register: Any, again: bool = False) -> Any:
     """A vector of float32 of this type: an instruction of PTX for each element of a register."""
-    parts = []
+    f32, parts = ir.F32Type.get(), []
     for n in range(ir.VectorType(kind).shape[0]):
-        parts.append(llvm.inline_asm(ir.F32Type.get(), [element(register, n)], instruction, "=f,f"))
+        parts.append(llvm.inline_asm(f32, [element(register, n)], instruction, "=f,f", has_side_effects=again))
     return vector.from_elements(kind, parts)
 
 

@@ -312,16 +312,16 @@ class ColumnRanges:
     first: jax.Array | None  # [64] int32; None: from the first column
     end: jax.Array | None  # [64] int32; None: to the last column
 
-    def keep(self, x: jax.Array) -> jax.Array:
-        """A float32 square with zeros outside of the ranges, whatever is there in x."""
+    def keep(self, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
+        """A float32 square with zeros, or another number, outside of the ranges, whatever is there in x."""
         if interpreted():
             column = jnp.arange(_SQUARE)[None]
             after, before = (None if bound is None else bound[:, None] for bound in (self.first, self.end))
             inside = jnp.ones(x.shape, bool) if after is None else column >= after
-            return jnp.where(inside if before is None else inside & (column < before), x, 0.0)
+            return jnp.where(inside if before is None else inside & (column < before), x, otherwise)
 
         def body(x: Any, *bounds: Any) -> Any:
-            nothing = arith.constant(ir.F32Type.get(), 0.0)
+            nothing = arith.constant(ir.F32Type.get(), otherwise)
             at_most, above = arith.CmpIPredicate.sle, arith.CmpIPredicate.sgt
             registers = []
             for column, pair, distances in self._places(x.registers.flat, bounds):

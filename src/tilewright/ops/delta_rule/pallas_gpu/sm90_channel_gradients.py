@@ -65,13 +65,14 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     store_hi_lo,
     store_in_register_order,
     tokens_of_chunk,
-    zeros,
 )
 from tilewright.ops.delta_rule.pallas_gpu.value_tiles import SIDES, ValueTiles
+from tilewright.pallas.gpu.elementwise import reciprocal
 from tilewright.pallas.gpu.kernel import InTurns, compiler_params, processors, run_kernel, tile
 from tilewright.pallas.gpu.pipeline import Pipeline
 from tilewright.pallas.gpu.registers import (
     LOG2_E,
+    WGMMA,
     ColumnRanges,
     any_row,
     load_along_columns,
@@ -205,9 +206,6 @@ def _pairs_kernel(
         """The sums of the gates of each row's tokens, [C, 64]."""
         return sums_of_gates(g_tiles.at[zero], of.ones())
 
-    def exponents(zero: Any, now: PairLevel) -> jax.Array:
-        return sums(zero, ColumnRanges(*now.exponents(tokens_at(zero))))
-
     for source, target in (
         (q_ref.at[b, tokens, h, channels], qk_tiles.at[0]),
         (k_ref.at[b, tokens, h, channels], qk_tiles.at[1]),
@@ -230,56 +228,91 @@ def _pairs_kernel(
     store_hi_lo(g_tiles.at[0], split_hi_lo(g))
     plgpu.commit_smem()  # All warps have loaded the gates, too, whose memory is that of the pairs.
 
-    def lowest_exponents(index: Any, level: int) -> jax.Array:
-        """The lowest exponent of each row from where a level scales it to."""
-        return jnp.min(exponents(opaque_zero(n + index), PairLevel.of(jnp.int32(level))), axis=1)
+    exponent = sums(opaque_zero(n), ColumnRanges(None, tokens_of_chunk() + 1))
+    in_chunk = jnp.min(exponent, axis=1)
+    shifts, too_far = any_row(in_chunk < -BELOW_ONE), any_row(in_chunk < -LARGEST_EXPONENT)
 
     def in_blocks(once: Any, _: Any) -> tuple[jax.Array, jax.Array]:
-        lowest = lowest_exponents(once, 1)
+        zero = opaque_zero(n + once)
+        lowest = jnp.min(sums(zero, ColumnRanges(*PairLevel.of(once + 1).exponents(tokens_at(zero)))), axis=1)
         return lowest, any_row(lowest < -LARGEST_EXPONENT)
 
-    in_chunk = lowest_exponents(0, 0)
-    shifts, too_far = any_row(in_chunk < -BELOW_ONE), any_row(in_chunk < -LARGEST_EXPONENT)
     in_block, further = lax.fori_loop(0, too_far, in_blocks, (in_chunk, jnp.int32(0)))
     levels, rank = PairLevel.count(too_far > 0, further > 0), PairLevel.rank(in_chunk, in_block)
     plgpu.barrier_wait(full)
 
-    def one_level(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Adds the pairs of a `PairLevel`."""
-        zero = opaque_zero(n + level)
-        now = PairLevel.of(level)
-        least = jnp.where(now.from_start, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E)
-        exponent = jnp.maximum(exponents(zero, now), least) + jnp.where(now.from_start & ((level > 0) | (shifts > 0)), SHIFT, 0.0)
-        by_row, by_column = jnp.exp2(exponent), jnp.exp2(exponent * jnp.where(now.from_start, -1.0, 1.0))  # [C, 64]
+    def store_columns(zero: Any, by_column: jax.Array) -> Any:
         columns = column_tiles.at[zero]
         store_hi_lo(columns, split_hi_lo(load(qk_tiles.at[zero + 1]) * load_along_rows(beta_tile, SQUARE) * by_column))
         keep_order()
+        return columns
+
+    def store_rows(zero: Any, which: Any, by_row: jax.Array, taken: ColumnRanges, *, last: Any) -> tuple[Any, Any]:
+        """Stores the pairs of queries or of keys, and these as rows, and returns both tiles. Copies the pairs that are next,
+        or what is needed behind the last ones.
+        """
+        rows, pairs_hi_lo = row_tiles.at[zero], pair_tiles.at[zero]
+        store_hi_lo(rows, split_hi_lo(load(qk_tiles.at[zero + which]) * by_row))
+        keep_order()
+        plgpu.barrier_wait(square_full)
+        store_hi_lo(pairs_hi_lo, split_hi_lo(taken.keep(load_in_register_order(square))))
+        plgpu.commit_smem()
+        if last is False:
+            copy_pairs(1 - which)
+        else:
+            pl.when(last)(lambda: copy_through(_DO_S))
+            pl.when(jnp.logical_not(last))(lambda: copy_pairs(1 - which))
+        return rows, pairs_hi_lo
+
+    def first_level() -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The gradients of the pairs that are scaled to the chunk's start."""
+        scaled = jnp.maximum(exponent, -LARGEST_EXPONENT) + jnp.where(shifts > 0, SHIFT, 0.0)
+        by_row = jnp.exp2(scaled)  # [C, 64]
+        by_column = functools.partial(reciprocal, by_row, WGMMA, again=True)  # Registers are scarce.
+        columns = store_columns(opaque_zero(n + CHUNK), by_column())
+
+        def of_queries_or_keys(which: int, last: Any) -> tuple[jax.Array, jax.Array]:
+            zero = opaque_zero(n + CHUNK + which)
+            taken = ColumnRanges(None, jnp.where(rank == 0, tokens_at(zero) + 1, 0))
+            rows, pairs_hi_lo = store_rows(zero, which, by_row, taken, last=last)
+            of_rows = by_row * bf16x3_product(pairs_hi_lo, columns)
+            of_columns = by_column() * bf16x3_product(pairs_hi_lo, rows, left=transposed)
+            plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
+            return of_rows, of_columns
+
+        d_q, d_columns = of_queries_or_keys(0, False)
+        d_k, more = of_queries_or_keys(1, levels == 1)
+        return d_q, d_k, d_columns + more
+
+    def next_level(level: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Adds the pairs of a `PairLevel` of rows that decayed too far."""
+        zero = opaque_zero(n + level)
+        now = PairLevel.of(level)
+        least = jnp.where(now.from_start, -LARGEST_EXPONENT, CHUNK * LOWEST_GATE * LOG2_E)
+        scaled = sums(zero, ColumnRanges(*now.exponents(tokens_at(zero))))
+        scaled = jnp.maximum(scaled, least) + jnp.where(now.from_start, SHIFT, 0.0)
+        by_row = jnp.exp2(scaled)  # [C, 64]
+
+        def by_column() -> jax.Array:
+            return jnp.where(now.from_start, reciprocal(by_row, WGMMA, again=True), by_row)
+
+        columns = store_columns(zero, by_column())
 
         def of_queries_or_keys(which: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             of_rows, other, of_columns = gradients
             zero = opaque_zero(n + level + which)
-            rows, pairs_hi_lo = row_tiles.at[zero], pair_tiles.at[zero]
-            store_hi_lo(rows, split_hi_lo(load(qk_tiles.at[zero + which]) * by_row))
-            keep_order()
-            plgpu.barrier_wait(square_full)
-            pairs = load_in_register_order(square)
             taken = ColumnRanges(*now.pairs(tokens_at(zero), rank))
-            store_hi_lo(pairs_hi_lo, split_hi_lo(taken.keep(pairs)))
-            plgpu.commit_smem()
             last = (level + 1 == levels) & (which == 1)
-            pl.when(last)(lambda: copy_through(_DO_S))
-            pl.when(jnp.logical_not(last))(lambda: copy_pairs(1 - which))
-
+            rows, pairs_hi_lo = store_rows(zero, which, by_row, taken, last=last)
             of_rows = of_rows + by_row * bf16x3_product(pairs_hi_lo, columns)
-            of_columns = of_columns + by_column * bf16x3_product(pairs_hi_lo, rows, left=transposed)
-            plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
+            of_columns = of_columns + by_column() * bf16x3_product(pairs_hi_lo, rows, left=transposed)
+            plgpu.commit_smem()
             # Queries and keys take turns: after two iterations each is in its place again.
             return other, of_rows, of_columns
 
         return lax.fori_loop(0, 2, of_queries_or_keys, gradients)
 
-    nothing = zeros()
-    d_q, d_k, d_columns = lax.fori_loop(0, levels, one_level, (nothing, nothing, nothing))
+    d_q, d_k, d_columns = lax.fori_loop(1, levels, next_level, first_level())
 
     copy_through(_DV_S, other_square.at[0], other_full)
     zero = opaque_zero(n + CHUNK)

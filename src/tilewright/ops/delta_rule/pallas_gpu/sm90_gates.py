@@ -34,7 +34,7 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
 )
 from tilewright.pallas.arrays import padded
 from tilewright.pallas.gpu.kernel import run_kernel
-from tilewright.pallas.gpu.registers import WGMMA, load_along_columns, split_hi_lo, store, upcast
+from tilewright.pallas.gpu.registers import WGMMA, split_hi_lo, store, upcast
 from tilewright.pallas.gpu.wgmma import Accumulator, product
 
 # One gate per channel: a product has what gates sum to, as an exponent of 2, on one side, and its negative on the other.

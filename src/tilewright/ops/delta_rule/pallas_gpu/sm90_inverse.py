@@ -101,7 +101,7 @@ Inverse = dict[tuple[int, int], SplitBlock]
 def invert(erased: Callable[[int, int], SplitBlock]) -> Inverse:
     """(I + A)^-1 of each warp's strictly lower triangular A [C, C].
 
-    `erased` gives the blocks of -A^T, on and above the diagonal, by row and column. Blocks of 16 on the diagonal are
+    `erased` gives the blocks of -(I + A)^T, on and above the diagonal, by row and column. Blocks of 16 on the diagonal are
     inverted by themselves (`_invert_blocks`) and merged by substitution, from the last column to the first:
     X_ij = -(sum of X_is A_sj over s from j + 1 to i) X_jj. Blocks of tokens are merged, never powers of A summed: those
     overflow where keys are alike.
@@ -139,7 +139,10 @@ def invert_by_rows(erased: Any, inverse: Any, zero: Any) -> None:
         for part, value in enumerate(block):
             store_block(inverse, OfWarp(0, part * _SIDE), OfWarp(behind), value, zero)
 
-    (diagonal,) = _invert_blocks([transposed_of(erased, 0, 0)], zero)
+    hi, lo = transposed_of(erased, 0, 0)
+    row, column = _positions_in_block()
+    hi = jnp.where(row + zero == column, -1.0, upcast(hi)).astype(jnp.bfloat16)
+    (diagonal,) = _invert_blocks([(hi, lo)], zero)
     row = [split_hi_lo(diagonal)]  # From the diagonal to the left.
     store_own(0, row[0])
     plgpu.commit_smem()  # Every warp reads the blocks of the diagonal.
@@ -156,7 +159,7 @@ def invert_by_rows(erased: Any, inverse: Any, zero: Any) -> None:
 
 
 def _invert_blocks(erased: list[SplitBlock], zero: Any = 0) -> tuple[jax.Array, ...]:
-    """The inverses of blocks of I + A, given those of -A^T.
+    """The inverses of blocks of I + A, given those of -(I + A)^T.
 
     Blocks of 2 tokens are inverted directly. Then X <- X + (I - X (I + A)) X, Newton's step, four times, with X and the
     bracket rounded. The bracket is taken inside of blocks that double each time: the X A term alone merges two blocks, and
@@ -171,7 +174,7 @@ def _invert_blocks(erased: list[SplitBlock], zero: Any = 0) -> tuple[jax.Array, 
 
     def newton_step(level: Any, x: jax.Array, erased: SplitBlock) -> jax.Array:
         rounded = x.astype(jnp.bfloat16)
-        missing = -upcast(rounded)
+        missing = tile_of_zeros(BLOCKS)
         for part in erased:
             missing = add_block_products(missing, rounded, part)
         # Elements are less than 2^level apart in the same block of 2^level. On the diagonal X (I + A) is 1 to the bit, so
@@ -209,7 +212,7 @@ def _store(tiles: Any, inverse: Inverse) -> None:
 
 
 class _Erased:
-    """-A^T of each warp's matrix, by blocks on and above the diagonal, which are computed where they are used."""
+    """-(I + A)^T of each warp's matrix, by blocks on and above the diagonal, which are computed where they are used."""
 
     def __init__(self, kk: DealtSquares, gates: Any):
         self.kk, self.gates = kk, gates
@@ -223,7 +226,7 @@ class _Erased:
             i, j = _positions_in_block()
             after = j - i
             exponent = jnp.where(after > 0, _difference(columns, rows), MASKED)
-            return split_hi_lo(kk * jnp.exp(exponent) * minus_beta)
+            return split_hi_lo(jnp.where(after == 0, -1.0, kk * jnp.exp(exponent) * minus_beta))
         # The decay to the first token of the later block, per row, times that from it, per column.
         between = self._sums(load_per_block, column, count=1)
         to_first = jnp.exp(_difference(between, rows)) * minus_beta

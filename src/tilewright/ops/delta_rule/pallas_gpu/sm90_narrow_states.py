@@ -47,13 +47,12 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     Row,
     bfloat16_array,
     bfloat16_tile,
-    decay,
     float32_array,
     float32_buffer,
     load,
     loop,
-    positions,
     query_head,
+    with_decay,
 )
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.pipeline import Pipeline
@@ -216,10 +215,8 @@ def _narrow_states_kernel(
             n = number * _OUTPUTS + mine
             stage, barrier = pipeline.wait(n), between(n)
             gates, queries = pipeline.gates.at[stage], pipeline.q.at[stage]
-            i, j = positions()
-            i = i + opaque_zero(n)
             qk = product(SQUARE, lambda sum_: sum_.add(queries, transposed(pipeline.k.at[stage])))
-            p = split_hi_lo(qk * decay(gates, i, j) * load_along_columns(gates.at[Row.BETA], SQUARE))
+            p = split_hi_lo(with_decay(qk, gates, opaque_zero(n)) * load_along_columns(gates.at[Row.BETA], SQUARE))
             decay_in = load_along_rows(gates.at[Row.DECAY_IN], _PAIR)
 
             plgpu.barrier_wait(state_full.at[barrier])

@@ -41,13 +41,12 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     SplitTile,
     bfloat16_array,
     bfloat16_tile,
-    decay,
     float32_array,
     float32_buffer,
     load_transposed,
     loop,
-    positions,
     query_head,
+    with_decay,
 )
 from tilewright.pallas.gpu.kernel import compiler_params, run_kernel
 from tilewright.pallas.gpu.pipeline import Pipeline
@@ -56,6 +55,7 @@ from tilewright.pallas.gpu.registers import (
     add_hi_lo,
     load_along_columns,
     load_along_rows,
+    opaque_zero,
     split_hi_lo,
     transposed,
 )
@@ -257,10 +257,9 @@ def _head_gate(
         @loop(chunks)
         def _one_chunk(step: Any) -> None:
             stage = pipeline.wait(step)
-            i, j = positions()
             qk = product(SQUARE, lambda sum_: sum_.add(pipeline.q.at[stage], transposed(pipeline.k.at[stage])))
             gates = pipeline.gates.at[stage]
-            p = qk * decay(gates, i, j) * load_along_columns(gates.at[Row.BETA], SQUARE) * scale
+            p = with_decay(qk, gates, opaque_zero(step)) * load_along_columns(gates.at[Row.BETA], SQUARE) * scale
             pl.when(step > 0)(lambda: plgpu.barrier_wait(p_empty))
             p_tile[...] = p.astype(jnp.bfloat16)
             plgpu.commit_smem()

@@ -132,6 +132,10 @@ class _Tiles:
         """The sums of the gates of each row's tokens, [C, 64]."""
         return sums_of_gates(self.gates, tokens.ones())
 
+    def add_both(self, kk: Accumulator, qk: Accumulator) -> None:
+        self.add_kk(kk)
+        self.add_qk(qk)
+
     def add_kk(self, sum_: Accumulator) -> None:
         sum_.add(self.rows.at[_K_ROWS], transposed(self.columns.at[HI]))  # [C, C]
 
@@ -249,7 +253,8 @@ def _scores_kernel(
             at = tiles_at(d + CHUNK)
             at.store_columns(reciprocal(jnp.maximum(decay, _LEAST_INVERSE), WGMMA))
             at = tiles_at(d + CHUNK)
-            sums = accumulate(sums, lambda kk, qk: (at.add_kk(kk), at.add_qk(qk))[:0])
+            kk, qk = accumulate(sums, at.add_both)
+            sums = kk, qk
             plgpu.commit_smem()  # Other warps may still be multiplying: the tiles are written again only after this.
 
             def add_level(carry: Any) -> Any:

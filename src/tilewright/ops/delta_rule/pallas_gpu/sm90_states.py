@@ -66,14 +66,13 @@ from tilewright.ops.delta_rule.pallas_gpu.tiles import (
     add_bf16x3,
     bfloat16_array,
     bfloat16_tile,
-    decay,
     float32_array,
     float32_buffer,
     load_transposed,
     loop,
-    positions,
     query_head,
     transposed_states,
+    with_decay,
 )
 from tilewright.pallas.gpu.kernel import run_kernel, smem_bytes
 from tilewright.pallas.gpu.pipeline import Pipeline
@@ -336,10 +335,8 @@ def _head_gate(
         def write_outputs(n: Any) -> None:
             stage = pipeline.wait(n)
             queries, gates = pipeline.q.at[stage], pipeline.gates.at[stage]
-            i, j = positions()
-            i = i + opaque_zero(n)
             qk = product(SQUARE, lambda sum_: sum_.add(queries, transposed(pipeline.k.at[stage])))
-            p = split_hi_lo(qk * decay(gates, i, j) * load_along_columns(gates.at[Row.BETA], SQUARE))
+            p = split_hi_lo(with_decay(qk, gates, opaque_zero(n)) * load_along_columns(gates.at[Row.BETA], SQUARE))
             decay_in = load_along_rows(gates.at[Row.DECAY_IN], SQUARE)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

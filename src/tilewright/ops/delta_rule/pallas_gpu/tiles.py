@@ -28,6 +28,7 @@ from tilewright.pallas.gpu.registers import (
     BF16X3,
     SCALAR,
     WGMMA,
+    ColumnRanges,
     inline_mosaic,
     load_along_columns,
     load_along_rows,
@@ -225,13 +226,21 @@ def tokens_of_chunk() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=WGMMA.reduce(1))
 
 
-def decay(gates: Any, i: jax.Array, j: jax.Array) -> jax.Array:
-    """exp(G_i - G_j) where i >= j, else 0, of a chunk's gates."""
+def decay(gates: Any, inside: jax.Array | None = None) -> jax.Array:
+    """exp(G_i - G_j) of a chunk's gates, where `inside` holds, else 0. Above the diagonal it means nothing, and may
+    overflow.
+    """
     coarse, fine = (
         load_along_rows(gates.at[row], SQUARE) - load_along_columns(gates.at[row], SQUARE)
         for row in (Row.COARSE, Row.FINE)
     )
-    return jnp.exp(jnp.where(i >= j, coarse + fine, MASKED))  # [C, C]
+    exponent = coarse + fine
+    return jnp.exp(exponent if inside is None else jnp.where(inside, exponent, MASKED))  # [C, C]
+
+
+def with_decay(x: jax.Array, gates: Any, zero: Any) -> jax.Array:
+    """x_ij exp(G_i - G_j) where i >= j, else 0, of a chunk's gates. `zero` is one that the compiler cannot fold."""
+    return ColumnRanges(None, tokens_of_chunk() + 1 + zero).keep(x * decay(gates))  # [C, C]
 
 
 def zeros() -> jax.Array:

@@ -11,6 +11,7 @@ from tilewright import gated_delta_rule, kda
 from tilewright.configs import DeltaRuleSm90Backward, DeltaRuleSm90Forward
 from tilewright.core.dispatch import find_op
 from tilewright.core.numerics import judge
+from tilewright.core.target import finding_races
 from tilewright.ops.delta_rule.cases import _case
 from tilewright.ops.delta_rule.gates import coarse_and_fine
 from tilewright.ops.delta_rule.pallas_gpu.sm90_gates import PairLevel, Range
@@ -159,6 +160,22 @@ def test_kda_does_not_change_with_later_gates():
     for later in stronger:
         np.testing.assert_array_equal(later[:, :37], mild[:, :37])
         assert not np.array_equal(later[:, 37:], mild[:, 37:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", [0.1, 4.0])
+def test_no_races_where_a_warpgroup_is_alone(gate: float):
+    """The interpreter sees which buffers share memory only where these belong to one warpgroup (`InTurns`). Of five chunks
+    with two tiles of channels each, a warpgroup has two: gates are copied for the next tile, and for the next chunk.
+    """
+    arrays = draw(t=300, depth=128, width=64)
+    arrays["g"] = -gate * jax.nn.softplus(jax.random.normal(jax.random.key(7), (1, 300, 1, 128)))
+    config = DeltaRuleSm90Forward(block_v=64, score_chunks=1)
+    with finding_races():
+        got = jax.jit(lambda given: kda(**given, implementation="pallas_gpu", config=config))(arrays)
+    wide = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+    for value, want in zip(got, kda(**wide, implementation="reference"), strict=True):
+        assert judge(value, want.astype(jnp.bfloat16).astype(jnp.float32), want).ok
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import tilewright
 from tilewright.core.chip import Chip
 from tilewright.pallas.arrays import padded
-from tilewright.pallas.gpu.kernel import processors, run_in_place, run_kernel, smem_bytes, tile
+from tilewright.pallas.gpu.kernel import InTurns, processors, run_in_place, run_kernel, smem_bytes, tile
 
 STRUCT = jax.ShapeDtypeStruct((128,), jnp.float32)
 
@@ -73,6 +73,46 @@ def test_a_grid_and_warpgroups_have_names() -> None:
             warpgroups=2,
         )["y"]
     np.testing.assert_array_equal(y.reshape(4, 128)[:, 0], [0, 1, 2, 3])
+
+
+def _turns_kernel(*, x_ref, y_ref, buffers, full) -> None:
+    """Copies a row, and writes twice that row, through buffers that share memory."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    loaded, doubled = (buffer.at[warpgroup] for buffer in buffers)
+    row = pl.ds(warpgroup * 128, 128)
+    plgpu.copy_gmem_to_smem(x_ref.at[row], loaded, full.at[warpgroup])
+    plgpu.barrier_wait(full.at[warpgroup])
+    x = loaded[...]
+    plgpu.commit_smem()
+    doubled[...] = (2 * x).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(doubled, y_ref.at[row])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _in_turns(warpgroups: int) -> dict:
+    shapes = (plgpu.SMEM((warpgroups, 128), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    return {"buffers": InTurns(tuple(shapes)), "full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups)}
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2])
+def test_buffers_that_take_turns_share_their_memory(warpgroups: int) -> None:
+    x = jnp.arange(128.0 * warpgroups)
+    with tilewright.interpret(detect_races=True):
+        y = run_kernel(
+            _turns_kernel,
+            name="turns",
+            inputs={"x": x},
+            outputs={"y": jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)},
+            scratch=_in_turns(warpgroups),
+            grid={"row": 1},
+            warpgroups=warpgroups,
+        )["y"]
+    np.testing.assert_array_equal(y, (2 * x).astype(jnp.bfloat16))
+
+
+def test_shared_memory_of_buffers_that_take_turns_is_that_of_the_largest() -> None:
+    assert smem_bytes(_in_turns(4)) == 4 * 128 * 4 + 4 * 8
 
 
 def test_a_state_is_updated_in_place() -> None:

@@ -122,7 +122,8 @@ class DeltaRuleSm90Forward(_Sm90):
     outputs share the rest of 504. None: 192 with one gate per head, 216 there for block_v=64 and 208 for 32, 240 with
     one per channel."""
     score_chunks: int = 3
-    """KDA: chunks that a thread block of the score kernel works on at once, to hide each other's latency."""
+    """KDA: warpgroups of a thread block of the score kernel. Each works on chunks of its own, and they hide each other's
+    latency."""
     parts: int = 1
     """Parts of the sequence that are worked on one after the other, for less memory: the forward then saves one state per
     part, and the backward computes a part's forward again. T must be so many parts of whole chunks of 64."""

@@ -148,21 +148,17 @@ def upcast(x: jax.Array) -> jax.Array:
 
     `astype` gives the same values. But where x was rounded from float32, the compiler then repeats the rounding for
     `astype` alone, element by element on the special function unit, which has an eighth of the throughput. And shifted
-    element by element (`upcast_elements`), a pair is taken apart and put together again: two instructions more for it.
+    element by element, a pair is taken apart and put together again: two instructions more for it.
     """
     if interpreted():
         return x.astype(jnp.float32)
 
     def shift(x: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        low, high = (arith.constant(i32, ir.IntegerAttr.get(i32, value)) for value in (16, -65536))
+        low, high = _i32(16), _i32(-65536)
 
         def both(pair: Any) -> Any:
-            word = vector.extract(
-                vector.bitcast(ir.VectorType.get((1,), i32), pair),
-                dynamic_position=[],
-                static_position=ir.DenseI64ArrayAttr.get([0]),
-            )
+            word = element(vector.bitcast(ir.VectorType.get((1,), i32), pair), 0)
             wide = [arith.bitcast(f32, bits) for bits in (arith.shli(word, low), arith.andi(word, high))]
             return vector.from_elements(ir.VectorType.get((2,), f32), wide)
 
@@ -170,12 +166,6 @@ def upcast(x: jax.Array) -> jax.Array:
         return mosaic.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return inline_mosaic(shift, x, out=jax.ShapeDtypeStruct(x.shape, jnp.float32))
-
-
-def upcast_elements(x: jax.Array) -> jax.Array:
-    """`upcast` element by element: in a few kernels, which have no register to spare, it takes less time."""
-    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-    return lax.bitcast_convert_type(lax.shift_left(bits, jnp.uint32(16)), jnp.float32)
 
 
 def split_hi_lo(x: jax.Array, *, by_conversion: bool = False) -> tuple[jax.Array, jax.Array]:

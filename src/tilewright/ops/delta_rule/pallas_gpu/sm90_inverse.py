@@ -11,15 +11,14 @@ Measured on an H200 (driver 580.159.04, jax 0.11.2), T8192 D128: 61 to 63 us for
 112 us for 96. A matrix takes about 2,400 instructions of one warp. Without the inverting this kernel takes 52 us for
 16 / 64 heads; its bytes alone take 40 us at the bandwidth of a copy.
 
-KDA's kernel (sm90_scores.py) inverts in the same way. There a warpgroup has one matrix, and each of its warps computes all
-of the inverse.
+KDA's kernel (sm90_scores.py) inverts in the same way, with one matrix per warpgroup: each warp inverts a block on the
+diagonal and computes that row of blocks (`invert_by_rows`).
 
 Tried and dropped, on that H200:
 - a warpgroup per matrix: Newton's steps up to blocks of 64, as wgmma products of the whole matrix, with those up to blocks
   of 16 in the registers of each warp. 121 us for 16 / 64 heads, 62 us for 16 / 32, 175 us for 96: 1,800 instructions of
   each of four warps, six times the multiplications, and barriers between the products. KDA's kernel took 0.9 % less with
-  it, 573 us instead of 578 us with mild gates, 643 us instead of 648 us with a mean of -1.6 (B4 T4096, 32 heads): not worth
-  a second way to invert. In KDA's kernel `upcast_elements` in place of `upcast` takes 582 us and 656 us;
+  it than with all of the inverse in each warp, 573 us instead of 578 us (mild gates, B4 T4096, 32 heads);
 - the whole of -A^T before the first inverse: 190 registers instead of 150, and so two thread blocks to a multiprocessor
   instead of three; with three warpgroups per thread block, which bounds the registers, it spills. Neither was timed;
 - Newton's steps unrolled: 63.5 us where the loop takes 62.8 us;

@@ -10,31 +10,44 @@ exp(G_i - G_j) does not factor without overflow. While G falls by less than 80 i
 both sides are scaled to the chunk's start: q_i exp(G_i) and k_j exp(-G_j), whose exponent is positive. The rows are
 then q_in and k_in, too. While it falls by less than 135, for gates of -2.1, the rows are stored a second time, times a
 power of 2, and the columns times its inverse: the same bits, as exponents that bfloat16 has. Rows for which G falls
-further take more levels (`PairLevel`): blocks of 16 tokens, and halves of 64, 32, 16, 8, 4 and 2. A loop has one level
-where no row of the chunk needs more, four, or nine. Which levels a row takes depends on tokens up to it alone: on its own
-G, which is the lowest so far unless positive gates brought it back.
+further are left out of that, and take more levels in a loop (`PairLevel`): blocks of 16 tokens, and halves of 64 and 32
+tokens; where G falls so far in a block, halves of 16, 8, 4 and 2, too. Which levels a row takes depends on tokens up to
+it alone: on its own G, which is the lowest so far unless positive gates brought it back.
 
 Sums of gates are bf16x2 products of the tensor cores with zeros and ones: nothing is a difference of two sums.
+
+Thread blocks are persistent, and each of their warpgroups takes chunks of its own, 64 channels at a time. The gates of
+the next 64 channels are copied as soon as the last level no longer needs the ones before, into the same memory: there is
+no other. A chunk's (I + A)^-1 is shared by the four warps (`invert_by_rows`).
+
+Floor for K = 128: 160 KB per chunk and head, of which 64 KB are q, k and g; 0.47 ms for H96 T8192 at the 4.3 TB/s of a
+copy on an H200. It takes 0.59 ms.
 
 Numerics: rounded once are k and q as S meets them, and k in A, since they add less than half of the rounding of o. q in
 P, k in P, and k as it goes into S are split.
 
-What brought this kernel from 3.7 ms to 0.88 ms, on an H200 (driver 580.159.04, jax 0.11.2), H96 T8192 D128:
+What brought this kernel from 3.7 ms to 0.59 ms, on an H200 (jax 0.11.2), H96 T8192 D128, mild gates:
 - levels in loops instead of unrolled: 2.8 ms (12,600 instructions of PTX do not stay in the instruction cache);
 - no addresses and masks kept from before the loops (`tiles_at`): 1.7 ms (a thread spilled 750 bytes, and the shared
   memory leaves 20 KB of cache for that);
 - blocks of 32 tokens instead of 16: 1.4 ms; of 64: 1.0 ms;
-- an eighth fewer instructions, by masks that are ranges: 0.03 ms. Three warps per scheduler do not hide latency; 9 % of
-  the time is that of g;
-- sums of gates from a bit per token (`ColumnRanges`), and the approximate reciprocal instead of the square of that of a
-  square root, which checks its range: 0.95 to 0.88 ms.
-The whole forward with stronger gates, before and after the shift and blocks of 16 in place of 32: 1.96 and 1.54 ms for a
-mean of -1.6, 3.63 and 2.19 ms for -4.5, 3.60 and 3.37 ms for -12.
+- an eighth fewer instructions, by masks that are ranges: 0.03 ms;
+- sums of gates from ranges of ones (`ColumnRanges`), and the approximate reciprocal instead of the square of that of a
+  square root, which checks its range: 0.95 to 0.88 ms;
+- 0.88 to 0.59 ms: level 0 in code of its own, whose products add to the scores in place; gates that are copied ahead,
+  where a warp loaded them to registers and waited for 22 % of the time; and one inverse per warpgroup instead of one per
+  warp, which was 15 %. All of that took 2,900 of 7,300 instructions of a warp and chunk, and no time at all (0.87 ms),
+  until next to nothing was spilled: the compiler hoists what a thread computes of its own number out of the persistent
+  loop, 67 words per thread, and each of them came from the L2 cache. Hence the zeros in `load_float32_square`,
+  `load_at_rows`, `store_last_row` and `invert_by_rows`, and masks that compare with constants.
+  docs/measurements/2026-11-19-h200-kda.md has the counters.
+The whole forward with stronger gates: 1.17 ms for a mean of -1.6, 1.73 ms for -4.5, 2.70 ms for -12 (before those last
+changes 1.54, 2.27 and 3.37 ms).
 
 Tried and dropped:
 - two chunks per thread block instead of three: 1.8 ms where three took 1.7 ms;
-- level 0, and the blocks of 16, in code of their own: 0.91 ms where one loop takes 0.88 ms with mild gates, 1.63 and
-  1.66 ms with a mean of -4.5, 2.63 and 2.83 ms with -12;
+- q and k copied ahead as well, with -A in the tile of the columns: 0.64 ms; those of a chunk's second 64 channels alone:
+  0.60 ms, and 0.66 ms instead of 0.61 ms in a layer, whose gates are stronger;
 - prefetches into the L2 cache: of what a later thread block reads, 1.05 to 1.07 ms; of what the state kernel reads two
   chunks later, the state kernel takes 0.58 ms instead of 0.50 ms.
 """
@@ -328,7 +341,8 @@ def scores(
     """`inverse`, `p`, `q_in`, `k_in`, `k_out` and `decay`, as the kernel's outputs are declared."""
     b, t, hv, depth, side_by_side = sizes.b, sizes.t, sizes.hv, sizes.depth, launch.config.score_chunks
     pairs, keys = bfloat16_array(b, hv, t, 2 * CHUNK), bfloat16_array(b, t, hv, depth)
-    blocks = min(processors(launch.chip), b * hv * sizes.chunks)
+    # As many as run at the same time: a multiprocessor has room for two of one warpgroup.
+    blocks = min(processors(launch.chip) * max(2 // side_by_side, 1), b * hv * sizes.chunks)
     return run_kernel(
         functools.partial(_scores_kernel, sizes=sizes, blocks=blocks, side_by_side=side_by_side),
         name="kda_scores",

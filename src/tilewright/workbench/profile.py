@@ -29,8 +29,10 @@ from tilewright.workbench.trace import Event, Gap, Platform, Trace, busy_s, gaps
 WARM_UP_CALLS = 3
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _POLL_S = 0.02
-_SIGNAL = signal.SIGPROF
-"""Between the thread that decides when a script is traced and the main thread, which runs it."""
+_SIGNAL = signal.SIGURG
+"""Between the thread that decides when a script is traced and the main thread, which runs it. A process that has no handler
+ignores it; with libtpu loaded, SIGPROF came again once the handler was gone, and ended the process.
+"""
 
 
 class NothingTraced(Exception):

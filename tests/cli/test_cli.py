@@ -148,7 +148,7 @@ def test_every_verb_that_prints_a_table_has_json(capsys: pytest.CaptureFixture[s
         for inner, each in {"": command, **getattr(command, "commands", {})}.items():
             if any("--json" in parameter.opts for parameter in each.params):
                 having.add(f"{name} {inner}".strip())
-    tables = {"ops", "doctor", "check", "bench", "bench model", "compile", "plan", "tune", "tuned", "profile"}
+    tables = {"ops", "doctor", "check", "bench", "bench model", "compile", "plan", "tune", "tuned", "profile", "stalls"}
     assert having == tables | {"remote list", "remote status"}
     done = ran("check", "rms_norm", "--case", "hgue", "--json")  # A mistake leaves stdout empty.
     assert (done.code, done.stdout) == (2, "")

@@ -24,6 +24,7 @@ from tilewright.cli.report import report
 from tilewright.cli.run import run
 from tilewright.cli.scaffold import scaffold
 from tilewright.cli.screen import as_mistake, console
+from tilewright.cli.stalls import stalls
 from tilewright.cli.tables import tables
 from tilewright.cli.train import train
 from tilewright.cli.tune import tune
@@ -48,6 +49,8 @@ app = typer.Typer(
 libraries' kernels on the same inputs: `tilewright bench kda --against fla`
 
 **Profile** an op, a script or a training run in its steady state: `tilewright profile linear_cross_entropy --grad`
+
+**See** where the warps of a GPU kernel wait, from what Nsight Compute sampled: `tilewright stalls export.csv`
 
 **Time** a whole model, training and generating: `tilewright bench model qwen3-1.7b`
 
@@ -104,6 +107,7 @@ app.command("plan")(plan)
 app.command("tune")(tune)
 app.command("tuned")(tuned)
 app.command("profile")(profile)
+app.command("stalls")(stalls)
 app.command("report")(report)
 app.command("new")(scaffold)
 app.command("tables")(tables)

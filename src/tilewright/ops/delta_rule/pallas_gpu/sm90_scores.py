@@ -38,7 +38,7 @@ What brought this kernel from 3.7 ms to 0.59 ms, on an H200 (jax 0.11.2), H96 T8
   where a warp loaded them to registers and waited for 22 % of the time; and one inverse per warpgroup instead of one per
   warp, which was 15 %. All of that took 2,900 of 7,300 instructions of a warp and chunk, and no time at all (0.87 ms),
   until next to nothing was spilled: the compiler hoists what a thread computes of its own number out of the persistent
-  loop, 67 words per thread, and each of them came from the L2 cache. Hence the zeros in `load_float32_square`,
+  loop, 340 bytes per thread, and each reload came from the L2 cache. Hence the zeros in `load_float32_square`,
   `load_at_rows`, `store_last_row` and `invert_by_rows`, and masks that compare with constants.
   docs/measurements/2026-11-19-h200-kda.md has the counters.
 The whole forward with stronger gates: 1.17 ms for a mean of -1.6, 1.73 ms for -4.5, 2.70 ms for -12 (before those last

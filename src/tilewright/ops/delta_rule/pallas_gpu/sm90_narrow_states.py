@@ -13,7 +13,9 @@ both terms in the time that one of 32 columns takes, and they are added in regis
 One warpgroup carries the state. Two others copy the chunks, compute P and write the outputs, in turns.
 
 Measured on an H200 (driver 580.159.04, jax 0.11.2), 16 qk / 32 v heads, T8192 D128: 226 us, where sm90_states.py takes
-294 us. Tried and dropped, there:
+294 us. In a later run 230 us with k S issued before the outputs begin with q S, and 234 us without. Tried and dropped,
+there:
+- outputs that begin only when k S is done: 234 us;
 - left operands in registers, hi and lo as products of 32 columns: 249 us, with the bits of sm90_states.py. With hi and lo
   side by side, too: 258 us, since the registers of a left operand are moved after its load;
 - two such states in a thread block, for 16 / 64 heads: 368 us with two warpgroups for the outputs, 386 us with one, where
@@ -267,10 +269,11 @@ def _narrow_states_kernel(
             for d, tile in enumerate(state):
                 store_pair(state_tile.at[rows(d)], tile)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(state_full.at[between(n)])
 
             def add_k_s(sum_: Accumulator) -> tuple[jax.Array, ...]:
                 sum_.add(keys, state_tile)
+                # Only now: k S, which the next chunk waits for, goes to the tensor cores before q S.
+                plgpu.barrier_arrive(state_full.at[between(n)])
                 # Negated here: where the sums of products are negated, ptxas 12.9 takes them for zeros.
                 return load(pipeline.v.at[stage]), -load_along_rows(gates.at[Row.DECAY_IN], _VALUES)
 

@@ -30,6 +30,8 @@ Tried and dropped, on an H200 (driver 580.159.04, jax 0.11.2, H96 T8192 D128 unl
   k S, 0.23 ms for k^T u, and 0.39 ms for what is left with no product at all;
 - one warpgroup for the outputs beside one state: 1.49 ms, as the state then waits for it. So it does beside two, for 8
   % of the state's time; there are no registers for a second;
+- one gate per head, u stored for the outputs while k^T u runs instead of before: 287 us instead of 291 us for 16 qk / 64 v
+  heads, but 481 us instead of 474 us for 96 heads, and 345 us instead of 323 us where 16 / 64 save for a backward;
 - an automatic barrier before and after each store, more products in flight, outputs one chunk later: no difference;
 - KDA, saving for a backward with stores of 4 bytes from registers: 1.1 ms; with copies, 0.64 ms. These take the room of
   a second stage of P and k_out.

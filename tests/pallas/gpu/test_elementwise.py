@@ -6,7 +6,7 @@ import pytest
 
 import tilewright
 from tilewright.core import activation as activations
-from tilewright.pallas.gpu.elementwise import activate, sigmoid, softplus
+from tilewright.pallas.gpu.elementwise import activate, sigmoid, sigmoid_slope, softplus
 
 _ROUNDING = 2.0**-24
 
@@ -62,3 +62,18 @@ def test_activations_of_kernels_of_what_is_not_finite(activation: str) -> None:
     z = (jnp.asarray([np.inf, -np.inf, np.nan], jnp.float32),) * (2 if activation == "swiglu" else 1)
     with tilewright.interpret():
         np.testing.assert_array_equal(activate(activation, z, None), activations.activate(activation, z))
+
+
+def test_the_slope_of_a_sigmoid_keeps_its_digits_on_both_sides() -> None:
+    x = _wide_range()
+    u = np.exp(-np.abs(x.astype(np.float64)))
+    exact = u / (1.0 + u) ** 2
+    with tilewright.interpret():
+        got = np.asarray(sigmoid_slope(jnp.asarray(x), None), np.float64)
+    assert np.all(np.abs(got - exact) <= (1.5 * np.abs(x) + 6) * _ROUNDING * exact + 2.0**-126)
+
+
+def test_the_slope_of_a_sigmoid_of_what_is_not_finite() -> None:
+    with tilewright.interpret():
+        got = sigmoid_slope(jnp.asarray([np.inf, -np.inf, np.nan], jnp.float32), None)
+    np.testing.assert_array_equal(got, np.asarray([0.0, 0.0, np.nan], np.float32))

@@ -1,5 +1,5 @@
-"""Elementwise parts of kernels: vectors of channels in registers, their sums, and functions of float32: the sigmoid, the
-activations and softplus.
+"""Elementwise parts of kernels: vectors of channels in registers, loops over tokens that load them ahead, their sums, and
+functions of float32: the sigmoid, the activations and softplus.
 """
 
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -15,6 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from tilewright.core import activation as activations
 from tilewright.pallas.gpu.kernel import interpreted
+from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 
 THREADS = 128  # Of a warpgroup.
 LANES = 32  # Of a warp.
@@ -70,6 +72,30 @@ def store(ref: Any, value: jax.Array, layout: Any) -> None:
     inline(body)(ref, value)
 
 
+def for_tokens(count: Any, unroll: int, inputs: Any, body: Any, carry: Any, *, ragged: bool) -> Any:
+    """carry = body(done, inputs(done, n), carry) for `count` tokens, n = `unroll` of them at a time.
+
+    The inputs of the next ones are loaded before the body of these, so they are asked for behind the last token, too.
+    `ragged`: `count` may not be a multiple of `unroll`; the rest then comes one by one.
+    """
+    groups, rest = divmod_nonnegative(count, unroll)
+
+    def turn(group: Any, state: Any) -> Any:
+        loaded, carry = state
+        following = inputs((group + 1) * unroll, unroll)
+        return following, body(group * unroll, loaded, carry)
+
+    _, carry = lax.fori_loop(0, groups, turn, (inputs(0, unroll), carry))
+    if not ragged:
+        return carry
+
+    def one(n: Any, carry: Any) -> Any:
+        done = groups * unroll + n
+        return body(done, inputs(done, 1), carry)
+
+    return lax.fori_loop(0, rest, one, carry)
+
+
 def sigmoid(x: jax.Array, layout: Any) -> jax.Array:
     """1 / (1 + exp(-x)) of float32 values in this layout: to 3 roundings near 0, and elsewhere as exact as x is.
 
@@ -78,6 +104,15 @@ def sigmoid(x: jax.Array, layout: Any) -> jax.Array:
     rounded correctly.
     """
     return reciprocal(1.0 + jnp.exp2(x * -_LOG2_E), layout)
+
+
+def sigmoid_slope(x: jax.Array, layout: Any) -> jax.Array:
+    """s (1 - s) for s = 1 / (1 + exp(-x)) of float32 values in this layout, from exp(-|x|): it keeps its digits where s is
+    close to 1, and takes the two operations of the special function unit that s takes.
+    """
+    u = jnp.exp2(jnp.minimum(x, -x) * _LOG2_E)
+    s = reciprocal(1.0 + u, layout)
+    return u * s * s
 
 
 def activate(activation: str | None, z: activations.Parts, layout: Any) -> jax.Array:

@@ -9,7 +9,7 @@ and with a lower bound, of g = lower_bound s for s = sigmoid(r z),
     dx = lower_bound r dg s (1 - s)        ddt_bias = sum_t dx        dA_log = sum_t,k dx z
 
 Floor: x and dg are read and dx is written once, 8 bytes per element. For Kimi Linear, [16384, 4096], that is 537 MB, 125 us
-at the 4.3 TB/s that an H200 reaches. Its instructions, 28 per element and 19 with a lower bound, take half of that. XLA's
+at the 4.3 TB/s that an H200 reaches. Its instructions, 29 per element and 21 with a lower bound, take half of that. XLA's
 gradient is three kernels, an elementwise one and a column reduction per sum, each of which reads x and dg: 437 us there.
 
 Blocking: a thread block of one warpgroup takes `block_d` channels, and each thread block_d / 128 neighbouring ones: 8 for
@@ -40,7 +40,7 @@ from tilewright.core.implementation import Launch, Pass, gradient_of
 from tilewright.ops.delta_rule.gate import reference
 from tilewright.ops.delta_rule.gate.call import KdaGateCall
 from tilewright.ops.delta_rule.gate.config import SM90_BLOCKS_D, KdaGateSm90Backward
-from tilewright.pallas.gpu.elementwise import THREADS, for_tokens, load, sigmoid, sigmoid_slope, softplus, store
+from tilewright.pallas.gpu.elementwise import THREADS, exact_sigmoid, for_tokens, load, sigmoid_slope, softplus, store
 from tilewright.pallas.gpu.kernel import processors, run_kernel
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 
@@ -71,7 +71,7 @@ def _config_refused(call: KdaGateCall, launch: Launch) -> str | None:
 def _heuristic(chip: Chip, call: KdaGateCall) -> KdaGateSm90Backward:
     """The widest accesses, and 96 bytes that each thread waits for at a time: 36 KiB per multiprocessor.
 
-    ptxas takes up to 163 registers for that, so that three thread blocks run on a multiprocessor at a time.
+    ptxas takes up to 168 registers for that, the most with which three thread blocks run on a multiprocessor at a time.
     """
     block_d = max((size for size in SM90_BLOCKS_D if call.sizes[1] % size == 0), default=SM90_BLOCKS_D[0])
     return KdaGateSm90Backward(block_d, unroll=_CHANNELS * THREADS // block_d)
@@ -82,7 +82,7 @@ def _level_and_slope(
 ) -> tuple[jax.Array, jax.Array]:
     """The derivatives of g with respect to A_log and to z, without the factor that both have: -r, or r lower_bound."""
     if lower_bound is None:
-        return softplus(z, layout), sigmoid(z, layout)
+        return softplus(z, layout), exact_sigmoid(z, layout)
     slope = sigmoid_slope(rate * z, layout)
     return z * slope, slope
 

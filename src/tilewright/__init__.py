@@ -26,8 +26,8 @@ from tilewright.ops.delta_rule.api import delta_rule as delta_rule
 from tilewright.ops.delta_rule.api import gated_delta_rule as gated_delta_rule
 from tilewright.ops.delta_rule.api import gdn_gate as gdn_gate
 from tilewright.ops.delta_rule.api import kda as kda
-from tilewright.ops.delta_rule.api import kda_gate as kda_gate
 from tilewright.ops.delta_rule.decode_kda.api import decode_kda as decode_kda
+from tilewright.ops.delta_rule.gate.api import kda_gate as kda_gate
 from tilewright.ops.delta_rule.gate_of_product.api import kda_gate_of_product as kda_gate_of_product
 from tilewright.ops.delta_rule.step.api import delta_rule_step as delta_rule_step
 from tilewright.ops.delta_rule.step.api import gated_delta_rule_step as gated_delta_rule_step

@@ -31,6 +31,7 @@ from tilewright.ops.delta_rule.config import DeltaRuleTpuBackward as DeltaRuleTp
 from tilewright.ops.delta_rule.config import DeltaRuleTpuForward as DeltaRuleTpuForward
 from tilewright.ops.delta_rule.config import DeltaRuleXlaForward as DeltaRuleXlaForward
 from tilewright.ops.delta_rule.decode_kda.config import DecodeKdaSm90Forward as DecodeKdaSm90Forward
+from tilewright.ops.delta_rule.gate.config import KdaGateSm90Backward as KdaGateSm90Backward
 from tilewright.ops.delta_rule.gate_of_product.config import GateOfProductSm90Forward as GateOfProductSm90Forward
 from tilewright.ops.delta_rule.step.config import DeltaRuleStepSm90Forward as DeltaRuleStepSm90Forward
 from tilewright.ops.grouped_matmul.config import GroupedMatmulSm90Backward as GroupedMatmulSm90Backward

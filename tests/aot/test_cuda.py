@@ -151,3 +151,27 @@ def test_the_scores_of_kda_leave_next_to_nothing_in_local_memory() -> None:
     assert scores is not None
     assert (scores.name, scores.threads, states and states.name) == ("kda_scores", 3 * 128, "kda_states")
     assert scores.spill_load_bytes <= 64
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_the_gate_s_gradient_has_the_thread_blocks_that_it_counts_on(bound) -> None:
+    """They all run at a time, nothing is spilled, and a token's x and cotangent are three accesses of 16 bytes."""
+    shape, weights = (4, 4096, 32, 128), (struct(32, dtype="float32"), struct(32, 128, dtype="float32"))
+    x, dg = struct(*shape), struct(*shape, dtype="float32")
+
+    def gradient(x: jax.Array, A_log: jax.Array, dt_bias: jax.Array, dg: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(lambda *given: tilewright.kda_gate(*given, bound), x, A_log, dt_bias)[1](dg)
+
+    with tilewright.target("h200"):
+        (decision,) = tilewright.explain(lambda *given: tilewright.kda_gate(*given, bound), x, *weights).decisions
+    config = decision.backward.config
+    report = aot.compile(gradient, x, *weights, dg, chip="h200")
+    assert report.ok, report.error
+    (kernel,) = report.kernels
+    assert kernel.binary is not None
+    assert kernel.occupancy is not None
+    assert kernel.occupancy.blocks >= config.blocks
+    assert (kernel.binary.spill_store_bytes, kernel.binary.spill_load_bytes) == (0, 0)
+    steady = kernel.binary.steady_state
+    assert steady is not None
+    assert (steady.opcodes["LDG"], steady.opcodes["STG"]) == (3 * config.unroll, config.unroll)

@@ -86,3 +86,21 @@ def test_the_ops_have_the_values_of_the_steps(monkeypatch: pytest.MonkeyPatch) -
     assert {decision.op for decision in tilewright.explain(run, weights, x, o).decisions} == {GATE, NORM}
     got = jax.jit(lambda *given: run(*given))(weights, x, o)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+
+
+def test_a_differentiated_layer_has_the_kernel_of_the_gates_gradient() -> None:
+    """And not where its channels do not fill the kernel's tiles."""
+
+    def ops(one: KimiDeltaAttention) -> dict[str, str]:
+        weights = jax.eval_shape(lambda: one.init(jax.random.key(0), jnp.bfloat16))
+        x = jax.ShapeDtypeStruct((2, T, D), jnp.bfloat16)
+
+        def loss(weights: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(one.apply(weights, x)[0].astype(jnp.float32))
+
+        with tilewright.target("h200"):
+            decisions = tilewright.explain(jax.grad(loss), weights, x).decisions
+        return {decision.op: decision.implementation for decision in decisions}
+
+    assert ops(KDA)["kda_gate"] == "pallas_gpu"
+    assert ops(NARROW)["kda_gate"] == "reference"

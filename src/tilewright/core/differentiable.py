@@ -1,7 +1,8 @@
 """The one wrapper that makes an implementation differentiable, batch-aware and partitionable.
 
 `run` takes a call through an implementation. Under `jax.grad` its backward pass runs, from what its forward pass saved.
-Passes that are plain JAX are differentiated by JAX in forward mode and for second derivatives (`run_plain`).
+Passes that are plain JAX, or stand for such a pass, are differentiated by JAX in forward mode and for second derivatives
+(`run_plain`).
 Under `jax.vmap` the calls become one call with a larger batch wherever that is the same thing (`can_merge`), and the
 config is chosen for that larger call: JAX's own rule would give a kernel a loop, or one more grid axis, around blocks
 that were chosen for one element. Where the compiler partitions a program, each device runs a pass on its part of the
@@ -160,7 +161,7 @@ def _gradient_tangent(request: Request, chosen: str, primals: Any, tangents: Any
     *moving, rest = primals
 
     def gradient(arrays: dict[str, Any], saved: Any, cotangents: Any) -> dict[str, Any]:
-        call, one = rest.with_arrays(arrays), _BackwardPass(request, chosen)
+        call, one = rest.with_arrays(arrays), _BackwardPass(request, chosen, differentiated=True)
         settled = one.settle(call)
         found = _execute(one, call, (saved, cotangents), settled, partitioned=False, differentiated=True)
         return found.given()
@@ -204,10 +205,14 @@ class _ForwardPass:
 
 @dataclass(frozen=True)
 class _BackwardPass:
-    """The backward pass of a call that `chosen` ran forward. `operands` are what was saved and the cotangents."""
+    """The backward pass of a call that `chosen` ran forward. `operands` are what was saved and the cotangents.
+
+    `differentiated`: JAX differentiates this pass.
+    """
 
     request: Request
     chosen: str
+    differentiated: bool = False
     sums: ClassVar[bool] = True
 
     def settle(self, call: Call) -> Settled:
@@ -217,6 +222,7 @@ class _BackwardPass:
         saved, cotangents = operands
         backward, launch = settled.implementation.backward, settled.decision.backward.launch
         assert backward is not None
+        backward = (backward.differentiated_as or backward) if self.differentiated else backward
         part = call if shard is None else shard.compiled_call
         cotangents = cotangents if shard is None else shard.cotangents(cotangents)
         with launch.active():

@@ -121,7 +121,7 @@ class Op:
 
         def is_plain(name: str) -> bool:
             found = self.architectures(name)[0]
-            return found.backward is None or found.backward.differentiable
+            return found.backward is None or found.backward.has_derivatives
 
         plain = (name for name in self.implementations if name not in KERNEL_PLATFORM)
         return next(name for name in plain if is_plain(name))
@@ -171,7 +171,7 @@ class Op:
         if refused := self._refused_platforms(decision):
             first = next(iter(given))
             call = call.with_arrays({first: refused_on(given[first], refused)})
-        if found.backward is not None and found.backward.differentiable:
+        if found.backward is not None and found.backward.has_derivatives:
             return differentiable.run_plain(request, call)
         if found.backward is not None:
             arrays = {name: x for name, x in call.given().items() if name in call.differentiable_arrays}

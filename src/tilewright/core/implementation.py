@@ -72,9 +72,17 @@ class Pass:
     differentiable: bool = False
     """Backward: whether it and its forward pass are plain JAX that can be differentiated, and `saved` is of floating
     dtypes. Such an implementation has forward mode and second derivatives."""
+    differentiated_as: "Pass | None" = None
+    """Backward: for a kernel whose forward pass is plain JAX, the plain pass with the same results that is differentiated
+    in its place. Such an implementation has forward mode and second derivatives, too."""
     note: str | Callable[[Any], str] = ""
     """What `explain` should say about this pass beside its config, such as whose gradient it is; a function where that
     depends on the call."""
+
+    @property
+    def has_derivatives(self) -> bool:
+        """Whether JAX can differentiate its implementation in forward mode, and any number of times."""
+        return self.differentiable or self.differentiated_as is not None
 
     def refusal(self, call: Any, launch: Launch) -> str | None:
         """Why this pass cannot run, by its own rules and by its memory."""

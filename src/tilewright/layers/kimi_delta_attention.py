@@ -15,9 +15,10 @@ from tilewright.core.quantized import QuantizedArray
 from tilewright.layers.attention import StackedCache, array_of
 from tilewright.layers.delta_layer import DeltaLayer, DeltaState, Heads, decay_parameters
 from tilewright.layers.layer import Leaf, Parameter, Residual, linear, norm_weights, project, split_heads
-from tilewright.ops.delta_rule.api import check_lower_bound, kda, kda_gate
+from tilewright.ops.delta_rule.api import check_lower_bound, kda
 from tilewright.ops.delta_rule.decode_kda.api import decode_kda
 from tilewright.ops.delta_rule.decode_kda.api import has_kernel as decode_has_kernel
+from tilewright.ops.delta_rule.gate.api import kda_gate
 from tilewright.ops.delta_rule.gate_of_product.api import has_kernel as gate_has_kernel
 from tilewright.ops.delta_rule.gate_of_product.api import kda_gate_of_product
 from tilewright.ops.delta_rule.step.api import kda_step

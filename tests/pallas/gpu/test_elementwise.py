@@ -6,7 +6,7 @@ import pytest
 
 import tilewright
 from tilewright.core import activation as activations
-from tilewright.pallas.gpu.elementwise import activate, sigmoid, softplus
+from tilewright.pallas.gpu.elementwise import activate, exact_sigmoid, sigmoid, sigmoid_slope, softplus
 
 _ROUNDING = 2.0**-24
 
@@ -62,3 +62,21 @@ def test_activations_of_kernels_of_what_is_not_finite(activation: str) -> None:
     z = (jnp.asarray([np.inf, -np.inf, np.nan], jnp.float32),) * (2 if activation == "swiglu" else 1)
     with tilewright.interpret():
         np.testing.assert_array_equal(activate(activation, z, None), activations.activate(activation, z))
+
+
+def test_an_exact_sigmoid_and_its_slope_keep_their_digits_on_both_sides() -> None:
+    x = _wide_range()
+    u = np.exp(-np.abs(x.astype(np.float64)))
+    exact = np.where(x < 0, u, 1.0) / (1.0 + u), u / (1.0 + u) ** 2
+    with tilewright.interpret():
+        got = [np.asarray(function(jnp.asarray(x), None), np.float64) for function in (exact_sigmoid, sigmoid_slope)]
+    for value, expected in zip(got, exact, strict=True):
+        assert np.all(np.abs(value - expected) <= 8 * _ROUNDING * expected + 2.0**-126)
+
+
+def test_an_exact_sigmoid_and_its_slope_of_what_is_not_finite() -> None:
+    x = jnp.asarray([np.inf, -np.inf, np.nan], jnp.float32)
+    with tilewright.interpret():
+        got = exact_sigmoid(x, None), sigmoid_slope(x, None)
+    np.testing.assert_array_equal(got[0], np.asarray([1.0, 0.0, np.nan], np.float32))
+    np.testing.assert_array_equal(got[1], np.asarray([0.0, 0.0, np.nan], np.float32))

@@ -1,7 +1,7 @@
 """`delta_rule`, `gated_delta_rule` and `kda`: linear attention with a state that forgets and corrects itself.
 
-The three differ in the gate alone: none, one per head, one per key channel. `gdn_gate` and `kda_gate` compute the gates
-from the raw projections of a layer. Each op has a step that decodes one token: step/api.py.
+The three differ in the gate alone: none, one per head, one per key channel. `gdn_gate` and `kda_gate` (gate/api.py) compute
+the gates from the raw projections of a layer. Each op has a step that decodes one token: step/api.py.
 """
 
 import functools
@@ -20,8 +20,8 @@ from tilewright.core.sequence_shards import shard_count, starts_in_shard
 from tilewright.ops.delta_rule.arguments import LARGEST_WIDTH as LARGEST_WIDTH
 from tilewright.ops.delta_rule.arguments import SMALLEST_WIDTH as SMALLEST_WIDTH
 from tilewright.ops.delta_rule.arguments import (
+    along,
     check_arrays,
-    check_decays,
     check_options,
     check_packed,
     given_arrays,
@@ -208,46 +208,7 @@ def gdn_gate(
     _check_heads("a", a, A_log, dt_bias)
     statistics = accumulator(a.dtype)
     a, A_log, dt_bias = (x.astype(statistics) for x in (a, A_log, dt_bias))
-    return -_along(jnp.exp(A_log), a) * jax.nn.softplus(a + _along(dt_bias, a))
-
-
-def kda_gate(
-    x: Float[Array, "*tokens HV K"],
-    A_log: Float[Array, " HV"],
-    dt_bias: Float[Array, "HV K"],
-    lower_bound: float | None = None,
-) -> Float[Array, "*tokens HV K"]:
-    """The log-decays of `kda` from a raw projection, in float32.
-
-    g = -exp(A_log) softplus(x + dt_bias); with a lower bound, g = lower_bound sigmoid(exp(A_log) (x + dt_bias)), which
-    keeps g between lower_bound and 0. The bound is at least -5 and negative.
-    """
-    check_decays("x", x.shape, A_log, dt_bias, lower_bound)
-
-    def gate(x: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
-        statistics = accumulator(x.dtype)
-        x, A_log, dt_bias = (array.astype(statistics) for array in (x, A_log, dt_bias))
-        # Rates per channel, as the bias: both gradients are the same sum over the tokens then, in one pass.
-        rates = jnp.broadcast_to(jnp.exp(A_log)[:, None], dt_bias.shape)
-        rate, shifted = _along(rates, x), x + _along(dt_bias, x)
-        if lower_bound is None:
-            return -rate * _softplus(shifted)
-        return lower_bound * jax.nn.sigmoid(rate * shifted)
-
-    # Computed again from x in the backward pass: float32 intermediates of g's size would be written and read otherwise.
-    return jax.checkpoint(gate)(x, A_log, dt_bias)
-
-
-@jax.custom_jvp
-def _softplus(x: jax.Array) -> jax.Array:
-    return jax.nn.softplus(x)
-
-
-@_softplus.defjvp
-def _softplus_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """A sigmoid. The derivative of `jax.nn.softplus` reads its result, too, and has selections for equal infinities."""
-    (x,), (dx,) = primals, tangents
-    return _softplus(x), jax.nn.sigmoid(x) * dx
+    return -along(jnp.exp(A_log), a) * jax.nn.softplus(a + along(dt_bias, a))
 
 
 def _run(
@@ -357,11 +318,6 @@ def _run_packed(
     given, chosen = (functools.partial(op.run, implementation=implementation, config=each) for each in (config, None))
     o, final_states = run_packed(given, chosen, call, states, cu_seqlens)
     return (o[0] if unbatched else o), final_states
-
-
-def _along(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """`weights` with leading axes of 1, to broadcast against x."""
-    return weights.reshape((1,) * (x.ndim - weights.ndim) + weights.shape)
 
 
 def _check_heads(name: str, x: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> None:

@@ -36,6 +36,11 @@ def normalized(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
     return rounded(unit_length(x.astype(accumulator(x.dtype))), x.dtype).astype(x.dtype)
 
 
+def along(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """`weights` with leading axes of 1, to broadcast against x."""
+    return weights.reshape((1,) * (x.ndim - weights.ndim) + weights.shape)
+
+
 def check_arrays(op: str, arrays: dict[str, jax.Array], *, time_axis: bool) -> None:
     """Checks the rank, shape and dtype of every array. `time_axis` is False for a step, whose arrays have no T."""
     for name in ("q", "k", "v", "beta"):

@@ -1,5 +1,5 @@
-"""Elementwise parts of kernels: vectors of channels in registers, their sums, and functions of float32: the sigmoid, the
-activations and softplus.
+"""Elementwise parts of kernels: vectors of channels in registers, loops over tokens that load them ahead, their sums, and
+functions of float32: the sigmoid, the activations and softplus.
 """
 
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -15,6 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from tilewright.core import activation as activations
 from tilewright.pallas.gpu.kernel import interpreted
+from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 
 THREADS = 128  # Of a warpgroup.
 LANES = 32  # Of a warp.
@@ -70,6 +72,30 @@ def store(ref: Any, value: jax.Array, layout: Any) -> None:
     inline(body)(ref, value)
 
 
+def for_tokens(count: Any, unroll: int, inputs: Any, body: Any, carry: Any, *, ragged: bool) -> Any:
+    """carry = body(done, inputs(done, n), carry) for `count` tokens, n = `unroll` of them at a time.
+
+    The inputs of the next ones are loaded before the body of these, so they are asked for behind the last token, too.
+    `ragged`: `count` may not be a multiple of `unroll`; the rest then comes one by one.
+    """
+    groups, rest = divmod_nonnegative(count, unroll)
+
+    def turn(group: Any, state: Any) -> Any:
+        loaded, carry = state
+        following = inputs((group + 1) * unroll, unroll)
+        return following, body(group * unroll, loaded, carry)
+
+    _, carry = lax.fori_loop(0, groups, turn, (inputs(0, unroll), carry))
+    if not ragged:
+        return carry
+
+    def one(n: Any, carry: Any) -> Any:
+        done = groups * unroll + n
+        return body(done, inputs(done, 1), carry)
+
+    return lax.fori_loop(0, rest, one, carry)
+
+
 def sigmoid(x: jax.Array, layout: Any) -> jax.Array:
     """1 / (1 + exp(-x)) of float32 values in this layout: to 3 roundings near 0, and elsewhere as exact as x is.
 
@@ -78,6 +104,35 @@ def sigmoid(x: jax.Array, layout: Any) -> jax.Array:
     rounded correctly.
     """
     return reciprocal(1.0 + jnp.exp2(x * -_LOG2_E), layout)
+
+
+def exact_sigmoid(x: jax.Array, layout: Any) -> jax.Array:
+    """1 / (1 + exp(-x)) of float32 values in this layout, to a few roundings for every x, for sums over many of them.
+
+    `sigmoid` takes fewer instructions. Beside `softplus` of the same x this one takes as many, since both share `decay`.
+    """
+    u = decay(x, layout)
+    s = reciprocal(1.0 + u, layout)
+    return jnp.where(x < 0.0, u * s, s)
+
+
+def sigmoid_slope(x: jax.Array, layout: Any) -> jax.Array:
+    """s (1 - s) for s = 1 / (1 + exp(-x)) of float32 values in this layout, to a few roundings for every x."""
+    u = decay(x, layout)
+    s = reciprocal(1.0 + u, layout)
+    return u * s * s
+
+
+def decay(x: jax.Array, layout: Any) -> jax.Array:
+    """exp(-|x|) of float32 values in this layout, to a few roundings: that of the exponent of 2 is put back."""
+    if interpreted():
+        return jnp.exp(-jnp.abs(x))
+
+    def each(register: Any) -> Any:
+        u, rest = _decay(register)
+        return math.fma(u, rest, u)
+
+    return inline_float32(lambda _, x: of_registers(each, x), x, layout)
 
 
 def activate(activation: str | None, z: activations.Parts, layout: Any) -> jax.Array:
@@ -102,28 +157,33 @@ def softplus(x: jax.Array, layout: Any) -> jax.Array:
         return jnp.maximum(x, 0.0) + (u + u * (u * series))
 
     def body(_: Any, x: Any) -> Any:
-        f32 = ir.F32Type.get()
-
         def each(register: Any) -> Any:
-            def constant(value: float) -> Any:
-                splat = ir.DenseElementsAttr.get_splat(register.type, ir.FloatAttr.get(f32, value))
-                return arith.constant(register.type, splat)
-
-            # Nothing below may be fused or reordered by the compiler, so the operations carry no fast-math flags.
-            below = arith.maximumf(arith.negf(math.absf(register)), constant(_LEAST_EXPONENT))
-            exponent = arith.mulf(below, constant(_LOG2_E))
-            rest = math.fma(exponent, constant(-_LN_2), below)  # below = exponent ln 2 + rest
-            u = _per_element(register.type, "ex2.approx.ftz.f32 $0, $1;", exponent)
-            series = constant(_LOG1P[-1])
+            u, rest = _decay(register)
+            series = _constant(register, _LOG1P[-1])
             for coefficient in _LOG1P[-2::-1]:
-                series = math.fma(series, u, constant(coefficient))
+                series = math.fma(series, u, _constant(register, coefficient))
             # log(1 + u exp(rest)) = u + u (u series + rest): where u is not small, rest is below a rounding.
             result = math.fma(u, math.fma(series, u, rest), u)
-            return arith.addf(result, arith.maximumf(register, constant(0.0)))
+            return arith.addf(result, arith.maximumf(register, _constant(register, 0.0)))
 
         return of_registers(each, x)
 
     return inline_float32(body, x, layout)
+
+
+def _decay(register: Any) -> tuple[Any, Any]:
+    """u and rest for a vector of float32, in Mosaic's operations: exp(-|x|) is u exp(rest), and |rest| a rounding of x."""
+    # Nothing here may be fused or reordered by the compiler, so the operations carry no fast-math flags.
+    below = arith.maximumf(arith.negf(math.absf(register)), _constant(register, _LEAST_EXPONENT))
+    exponent = arith.mulf(below, _constant(register, _LOG2_E))
+    rest = math.fma(exponent, _constant(register, -_LN_2), below)  # below = exponent ln 2 + rest
+    return _per_element(register.type, "ex2.approx.ftz.f32 $0, $1;", exponent), rest
+
+
+def _constant(like: Any, value: float) -> Any:
+    """A vector of this number, of the type of `like`."""
+    splat = ir.DenseElementsAttr.get_splat(like.type, ir.FloatAttr.get(ir.F32Type.get(), value))
+    return arith.constant(like.type, splat)
 
 
 def sums_of_neighbours(x: jax.Array, size: int, layout: Any) -> jax.Array:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from tilewright.core.implementation import Implementation, Launch, Pass
 from tilewright.core.numerics import accumulator, round_gradient
-from tilewright.ops.delta_rule.api import kda_gate
 from tilewright.ops.delta_rule.decode_kda.call import DecodeKdaCall
+from tilewright.ops.delta_rule.gate.reference import log_decays
 from tilewright.ops.delta_rule.reference import step
 from tilewright.ops.short_conv.api import short_conv_step
 
@@ -46,9 +46,9 @@ def _forward(call: DecodeKdaCall, launch: Launch, *, save: bool) -> tuple[tuple[
     k, k_state = convolved(call.k_proj, call.k_conv, call.k_state, channels)
     v, v_state = convolved(call.v_proj, call.v_conv, call.v_state, None)
     raw = project(project(call.x, call.decay_down), call.decay_up)  # [B, H, K]
-    # `kda_gate` has one rate per head: here each channel is a head of its own.
+    # `log_decays` has one rate per head: here each channel is a head of its own.
     rates = jnp.broadcast_to(call.A_log.reshape(heads, -1), (heads, channels)).reshape(-1)
-    decays = kda_gate(raw.reshape(b, heads * channels, 1), rates, call.dt_bias.reshape(-1, 1), call.lower_bound)
+    decays = log_decays(raw.reshape(b, heads * channels, 1), rates, call.dt_bias.reshape(-1, 1), call.lower_bound)
     beta = jax.nn.sigmoid(project(call.x, call.beta_proj))  # [B, H]
     memory, o = step(
         of_layer(call.memory), q, k, v, decays.reshape(raw.shape), beta, None, scale=channels**-0.5

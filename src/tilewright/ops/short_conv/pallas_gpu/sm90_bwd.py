@@ -46,13 +46,12 @@ from tilewright.ops.short_conv.final_state import d_final_reached, with_earlier_
 from tilewright.ops.short_conv.pallas_gpu.sm90_fwd import (
     Filter,
     channels_per_block,
-    for_tokens,
     own_block,
     unsupported_reason,
     where_reached,
 )
 from tilewright.ops.short_conv.xla import d_initial_state
-from tilewright.pallas.gpu.elementwise import load, sigmoid, store
+from tilewright.pallas.gpu.elementwise import for_tokens, load, sigmoid, store
 from tilewright.pallas.gpu.kernel import run_kernel
 
 # Thread blocks that run on a multiprocessor at a time, by the registers that ptxas takes for W=4: 126 for 512 channels, 158

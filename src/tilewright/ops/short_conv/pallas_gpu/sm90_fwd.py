@@ -42,7 +42,7 @@ from tilewright.core.unit_length import unit_length
 from tilewright.ops.short_conv.call import ShortConvCall
 from tilewright.ops.short_conv.config import SM90_BLOCKS_D, ShortConvSm90Forward
 from tilewright.ops.short_conv.final_state import final_state
-from tilewright.pallas.gpu.elementwise import LANES, THREADS, load, sigmoid, store, sums_of_neighbours
+from tilewright.pallas.gpu.elementwise import LANES, THREADS, for_tokens, load, sigmoid, store, sums_of_neighbours
 from tilewright.pallas.gpu.kernel import run_kernel
 from tilewright.pallas.gpu.scheduler import divmod_nonnegative
 
@@ -145,30 +145,6 @@ class Filter:
 def where_reached(reach: Any, lag: int, value: jax.Array) -> jax.Array:
     """The value where a token reaches `lag` tokens back, zeros elsewhere; never a product with zero, since x may be NaN."""
     return value if reach is None or lag == 0 else jnp.where(reach >= lag, value, jnp.zeros_like(value))
-
-
-def for_tokens(count: Any, unroll: int, inputs: Any, body: Any, carry: Any, *, ragged: bool) -> Any:
-    """carry = body(done, inputs(done, n), carry) for `count` tokens, n = `unroll` of them at a time.
-
-    The inputs of the next ones are loaded before the body of these, so they are asked for behind the last token, too.
-    `ragged`: `count` may not be a multiple of `unroll`; the rest then comes one by one.
-    """
-    groups, rest = divmod_nonnegative(count, unroll)
-
-    def turn(group: Any, state: Any) -> Any:
-        loaded, carry = state
-        following = inputs((group + 1) * unroll, unroll)
-        return following, body(group * unroll, loaded, carry)
-
-    _, carry = lax.fori_loop(0, groups, turn, (inputs(0, unroll), carry))
-    if not ragged:
-        return carry
-
-    def one(n: Any, carry: Any) -> Any:
-        done = groups * unroll + n
-        return body(done, inputs(done, 1), carry)
-
-    return lax.fori_loop(0, rest, one, carry)
 
 
 def _kernel(

@@ -1,0 +1,1 @@
+"""`kda_gate`: the log-decays of KDA from a raw projection."""

@@ -29,7 +29,8 @@ class DeltaRuleTpuForward(Config):
     Before the state passes through the chunks of a block, all that does not depend on it is computed, for `interleave`
     chunks at a time (or for the largest common divisor with `block_chunks`): they hide the latency of each other's
     products. More heads per block do the same for the state passage. Both make the code longer. Heads go in fours:
-    blocks of fewer heads compute with zeros.
+    blocks of fewer heads compute with zeros. Without a config a block has up to 8 heads (`kda`: 4), and `interleave` is 2
+    with more than 4.
     """
 
     choices = search_over(block_chunks=(4, 8, 16), heads=(1, 2, 4, 8), interleave=(2, 4, 8))
@@ -48,8 +49,8 @@ class DeltaRuleTpuBackward(Config):
     """Value heads per block, and the chunks whose work is interleaved.
 
     Blocks of tokens are the forward's, which saved one state per block. `interleave` is what it is in
-    `DeltaRuleTpuForward`, for what the backward recomputes. Gradients have no long chains of products, and those of at
-    most two chunks are interleaved.
+    `DeltaRuleTpuForward`, for what the backward recomputes. Gradients have no long chains of products: those of at most
+    two chunks are interleaved, and of one with more than 6 heads. Without a config a block has up to 8 heads (`kda`: 4).
     """
 
     choices = search_over(heads=(1, 2, 4, 8), interleave=(1, 2, 4))

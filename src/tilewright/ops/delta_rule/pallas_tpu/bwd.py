@@ -2,9 +2,9 @@
 
 The forward saves the state before each block. For a block the kernel has the forward's two loops over its chunks, which
 recompute T, W, U and the states before the chunks, and leave them in VMEM (intra_chunk.py; U instead of outputs). A third
-loop takes the gradient of the state backwards through the chunks, and a fourth computes the gradients of q, k, beta and
-the gates, which each chunk has by itself (gradients.py). As in the forward, the first and the fourth have the work of
-several chunks in lock step, and are followed by loops for KDA's strong gates.
+loop takes the gradient of the state backwards through the chunks, and leaves it, too. A fourth computes the gradients of
+q, k, beta and the gates, which each chunk has by itself (gradients.py). As in the forward, the first and the fourth have
+the work of several chunks in lock step, and are followed by loops for KDA's strong gates.
 
 Floor: q, k, v, g, beta and do read once, their gradients written once. Here: that, the states before the blocks (4 K V
 bytes per block_t tokens and head), and the gates per head and beta as rows.
@@ -45,17 +45,23 @@ from tilewright.ops.delta_rule.pallas_tpu.blocks import (
 from tilewright.ops.delta_rule.pallas_tpu.intra_chunk import (
     CHUNK,
     PAIR,
+    Stages,
     beside,
     block_diagonal,
     deep_product,
     down_the_rows,
+    from_words,
+    in_words,
     result_of,
     side_by_side,
     wide_product,
+    words_shape,
 )
 from tilewright.pallas.tpu.kernel import Block, Kernel, Output
 
-_BLOCK_CHUNKS, _MOST_HEADS = 8, 4
+_BLOCK_CHUNKS = 8
+# KDA's code for strong gates makes it the kernel that compiles for longest: four heads more take half as long again.
+_MOST_HEADS, _MOST_KDA_HEADS = 8, 4
 _INTERLEAVE, _SHORT = 2, 8 * CHUNK
 _SPILLED = 4  # Arrays [C, K] of float32 per chunk and head that registers do not hold.
 
@@ -72,7 +78,8 @@ def head_counts(call: DeltaRuleCall) -> Iterator[int]:
     """Heads per block to try, the most first. They share query heads evenly: whole groups, or parts of one."""
     hv = call.v.shape[2]
     group = hv // call.q.shape[2]
-    return (n for n in range(_MOST_HEADS, 1, -1) if hv % n == 0 and (n % group == 0 or group % n == 0))
+    most = _MOST_KDA_HEADS if call.gate == "channel" else _MOST_HEADS
+    return (n for n in range(most, 1, -1) if hv % n == 0 and (n % group == 0 or group % n == 0))
 
 
 def short(call: DeltaRuleCall) -> bool:
@@ -106,17 +113,19 @@ class _Backward:
         """What is kept of each chunk of a block between the loops, and the states and their gradients."""
         layout = self.layout
         depth, width, heads, terms = layout.depth, layout.width, layout.heads, layout.terms
-        operand = jnp.bfloat16 if terms == 2 else jnp.float32
         each = (layout.block_chunks, len(layout.pairs))
 
-        def kept(*shape: int, dtype: Any = jnp.float32) -> Any:
-            return pltpu.VMEM((*each, *shape), dtype)
+        def kept(*shape: int) -> Any:
+            return pltpu.VMEM((*each, *shape), jnp.float32)
+
+        def kept_terms(rows: int, lanes: int, each: tuple[int, ...] = each) -> Any:
+            return pltpu.VMEM((*each, *words_shape(rows, lanes, terms)), jnp.uint32 if terms == 2 else jnp.float32)
 
         gate: dict[str, Any] = dict.fromkeys(
             ("reads", "sums", "across", "into", "pair_decays", "onward", "strength"), None
         )
         if layout.gate == "channel":
-            gate["reads"] = kept(2 * CHUNK, terms * PAIR * depth, dtype=operand)
+            gate["reads"] = kept_terms(2 * CHUNK, PAIR * depth)
             gate["sums"] = kept(CHUNK, PAIR * depth)
             gate["across"] = kept(1, PAIR * depth)
             gate["strength"] = None if layout.rounds_only else pltpu.SMEM((layout.block_chunks,), jnp.int32)
@@ -126,15 +135,14 @@ class _Backward:
             gate["pair_decays"] = kept(CHUNK, LANES)
             gate["onward"] = kept(1, LANES)
         return {f"{name}_scratch": buffer for name, buffer in gate.items()} | {
-            "weights_scratch": kept(2 * CHUNK + depth, terms * LANES, dtype=operand),
+            "weights_scratch": kept_terms(2 * CHUNK + depth, LANES),
             "scores_scratch": kept(2 * CHUNK, LANES),
-            "u_scratch": kept(CHUNK, terms * PAIR * width, dtype=operand),
-            "states_scratch": pltpu.VMEM((layout.block_chunks, heads, width, terms * depth), operand),
+            "u_scratch": kept_terms(CHUNK, PAIR * width),
+            "states_scratch": kept_terms(width, depth, (layout.block_chunks, heads)),
             "state_scratch": pltpu.VMEM((heads, depth, width), jnp.float32),
             "d_state_scratch": pltpu.VMEM((len(layout.pairs), width, PAIR * depth), jnp.float32),
-            "d_z_scratch": kept(2 * CHUNK, LANES),
-            "d_reads_scratch": kept(2 * CHUNK, PAIR * depth),
-            "d_onward_scratch": kept(CHUNK, PAIR * depth),
+            "after_scratch": kept_terms(width, PAIR * depth),
+            "residual_scratch": kept_terms(CHUNK, PAIR * width),
             "d_across_scratch": kept(1, PAIR * depth),
         }
 
@@ -157,7 +165,7 @@ def _backward_kernel(
     d_g_ref,  # [1, block_t, heads * K], or None
     d_rows_ref,  # [1, 1, 1, block_chunks, pairs or 2 pairs, 128]
     d_initial_state_ref,  # [1, 1, pairs, V, 2 K]
-    # scratch, of each chunk and pair of heads of the block; terms of an operand lie side by side
+    # scratch, of each chunk and pair of heads of the block; terms of an operand lie side by side, as `in_words` stores them
     reads_scratch,  # [2 C, terms * 2 K]: q above k, as they read the state, for one gate per channel; or None
     sums_scratch,  # [C, 2 K]: of one gate per channel up to each token, or None
     across_scratch,  # [1, 2 K], or [1, 2 * 128] for one gate per head, or None
@@ -168,13 +176,12 @@ def _backward_kernel(
     weights_scratch,  # [2 C + K, terms * 128]: the outputs' part of W, T, and the state's part of W
     scores_scratch,  # [2 C, 128]: M above A
     u_scratch,  # [C, terms * 2 V]
-    states_scratch,  # [V, terms * K] for each chunk and head: the states before, transposed
+    states_scratch,  # [V, terms * K] per chunk and head: the states before, transposed
     state_scratch,  # [heads, K, V]: the states
     d_state_scratch,  # [pairs, V, 2 K]: their gradients
-    d_z_scratch,  # `gradients.Reversed`: z, reads, onward and across
-    d_reads_scratch,
-    d_onward_scratch,
-    d_across_scratch,
+    after_scratch,  # [V, terms * 2 K]: `gradients.Reversed`
+    residual_scratch,  # [C, terms * 2 V]
+    d_across_scratch,  # [1, 2 K]
     # static
     backward: _Backward,
     # inputs: `_Backward.constants`
@@ -206,36 +213,39 @@ def _backward_kernel(
 
     # The loops over what does not depend on the state.
 
-    def scores(index: Any, *, strong: bool) -> list[Any]:
-        """The stages of each pair's scores of a chunk."""
-        queries = [(of_queries(q_ref, index, pair), of_queries(k_ref, index, pair)) for pair in pairs]
-        betas = [beta_of(index, number) for number in range(len(pairs))]
+    def scores(indices: list[Any], *, strong: bool) -> list[Any]:
+        """The stages of the scores of each pair of heads of each chunk."""
+        each = [(index, number, pair) for index in indices for number, pair in enumerate(pairs)]
+        queries = [(of_queries(q_ref, index, pair), of_queries(k_ref, index, pair)) for index, _, pair in each]
+        betas = [beta_of(index, number) for index, number, _ in each]
         if gate == "channel":
-            gates = [gates_of(index, pair) for pair in pairs]
-            given = [(*each, g, beta) for each, g, beta in zip(queries, gates, betas, strict=True)]
+            gates = [gates_of(index, pair) for index, _, pair in each]
+            given = [(*both, g, beta) for both, g, beta in zip(queries, gates, betas, strict=True)]
             if strong:
                 return gradients.strong_scores(given, masks, precision)
             finite = intra_chunk.inverts_chunks_together(len(pairs))
             return [intra_chunk.channel_gated(*one, masks, precision, finite=finite) for one in given]
-        rows: list[Any] = [None] * len(pairs)
+        sums: list[Any] = [None] * len(each)
         if gate == "head":
-            rows = [rows_ref[0, 0, 0, index, row : row + 1, :] for row in range(len(pairs), 2 * len(pairs))]  # [1, 128]
+            rows = [(index, len(pairs) + number) for index, number, _ in each]
+            gates = [rows_ref[0, 0, 0, index, row : row + 1, :] for index, row in rows]  # [1, 128]
+            sums = intra_chunk.head_sums(gates, masks, precision)
         return [
-            intra_chunk.head_gated(*each, g, beta, masks, precision)
-            for each, g, beta in zip(queries, rows, betas, strict=True)
+            intra_chunk.head_gated(*both, x, beta, masks, precision)
+            for both, x, beta in zip(queries, sums, betas, strict=True)
         ]
 
     def keep(index: Any, results: list[Any], *, strong: bool) -> None:
         """Stores what the other loops need of a chunk."""
         strongest = []
         for number, (weights, plain, *others) in enumerate(results):
-            weights_scratch[index, number], scores_scratch[index, number] = weights, plain
+            weights_scratch[index, number], scores_scratch[index, number] = in_words(weights), plain
             if gate == "head":
                 into_scratch[index, number], across_scratch[index, number] = others[:2]
                 pair_decays_scratch[index, number], onward_scratch[index, number] = others[2:]
             elif gate == "channel":
                 reads, across_scratch[index, number], sums_scratch[index, number], largest = others
-                reads_scratch[index, number] = jnp.concatenate(reads, axis=1)
+                reads_scratch[index, number] = in_words(jnp.concatenate(reads, axis=1))
                 strongest.append(largest)
         if strength_scratch is not None and not strong:
             largest = jnp.max(functools.reduce(jnp.maximum, strongest))
@@ -243,8 +253,7 @@ def _backward_kernel(
 
     def inside(together: int, strong: bool, group: jax.Array, carry: Any) -> Any:
         indices = [group * together + n for n in range(together)]
-        stages = [stage for index in indices for stage in scores(index, strong=strong)]
-        results = result_of(intra_chunk.weights(stages, masks, precision, with_inverse=True))
+        results = result_of(intra_chunk.weights(scores(indices, strong=strong), masks, precision, with_inverse=True))
         for n, index in enumerate(indices):
             keep(index, results[n * len(pairs) : (n + 1) * len(pairs)], strong=strong)
         return carry
@@ -282,7 +291,7 @@ def _backward_kernel(
             """k as it reads the state, [C, terms * K]."""
             if reads_scratch is None:
                 return k_ref[0, layout.tokens_of(index), layout.key_lanes((layout.query_head(head),))]
-            own = gradients.terms_of(reads_scratch[index, head // PAIR][CHUNK:], terms)
+            own = gradients.terms_of(from_words(reads_scratch[index, head // PAIR])[CHUNK:], terms)
             return jnp.concatenate([x[:, layout.key_lanes((head % PAIR,))] for x in own], axis=1)
 
         of_k = [deep_product(reads(head), part, precision) for head, part in enumerate(parts)]  # [C, V]
@@ -293,7 +302,9 @@ def _backward_kernel(
                 found = found * gradients.over_lanes(into_scratch[index, number], layout.width)
             residual = of_values(v_ref, index, pair).astype(jnp.float32) - found  # [C, 2 V]
             diagonal = tuple(block_diagonal(term) for term in split(residual, precision))
-            both.append(wide_product(weights_scratch[index, number][CHUNK:], diagonal, precision))  # [C + K, 2 V]
+            both.append(
+                wide_product(from_words(weights_scratch[index, number])[CHUNK:], diagonal, precision)
+            )  # [C + K, 2 V]
         after = []
         for head, state in enumerate(states):
             update = both[head // PAIR][CHUNK:, layout.value_lanes((head % PAIR,))]  # [K, V]
@@ -304,11 +315,11 @@ def _backward_kernel(
                 lanes = across_scratch[index, head // PAIR][:, head % PAIR * LANES : (head % PAIR + 1) * LANES]
                 state = jnp.concatenate([lanes] * (layout.width // LANES), axis=1) * state
             after.append(state + update)
-        for head, (before, state) in enumerate(zip(states, after, strict=True)):
-            states_scratch[index, head] = side_by_side(before.T, precision)
+        for head, (part, state) in enumerate(zip(parts, after, strict=True)):
+            states_scratch[index, head] = in_words(jnp.concatenate([x.T for x in part], axis=1))
             state_scratch[head] = state
         for number, x in enumerate(both):
-            u_scratch[index, number] = side_by_side(x[:CHUNK], precision)
+            u_scratch[index, number] = in_words(side_by_side(x[:CHUNK], precision))
         return carry
 
     jax.lax.fori_loop(0, layout.block_chunks, forwards, None)
@@ -321,7 +332,7 @@ def _backward_kernel(
         for number, pair in enumerate(pairs):
             across = None if across_scratch is None else across_scratch[index, number]
             if reads_scratch is not None:
-                reads = gradients.terms_of(reads_scratch[index, number], terms)
+                reads = gradients.terms_of(from_words(reads_scratch[index, number]), terms)
             else:
                 across = None if across is None else gradients.over_lanes(across, layout.depth)
                 reads = (jnp.concatenate([of_queries(ref, index, pair) for ref in (q_ref, k_ref)], axis=0),)
@@ -329,10 +340,9 @@ def _backward_kernel(
                 gradients.reverse(
                     after=d_state_scratch[number],
                     d_o=of_values(d_o_ref, index, pair),
-                    weights=weights_scratch[index, number],
+                    weights=from_words(weights_scratch[index, number]),
                     reads=reads,
-                    u=gradients.terms_of(u_scratch[index, number], terms),
-                    states=[gradients.terms_of(states_scratch[index, head], terms) for head in pair],
+                    states=[gradients.terms_of(from_words(states_scratch[index, head]), terms) for head in pair],
                     across=across,
                     into=None if into_scratch is None else into_scratch[index, number],
                     masks=masks,
@@ -342,39 +352,51 @@ def _backward_kernel(
             )
         results = result_of(intra_chunk.in_lock_step(stages))
         for number, (pair, found) in enumerate(zip(pairs, results, strict=True)):
-            d_state_scratch[number] = found.before
-            d_z_scratch[index, number], d_reads_scratch[index, number] = found.z, found.reads
-            d_onward_scratch[index, number], d_across_scratch[index, number] = found.onward, found.across
-            lanes = layout.value_lanes(pair)
-            d_v = found.residual[:, : len(pair) * layout.width]
-            d_v_ref[0, layout.tokens_of(index), lanes] = d_v.astype(d_v_ref.dtype)
+            d_state_scratch[number], d_across_scratch[index, number] = found.before, found.across
+            after_scratch[index, number] = in_words(jnp.concatenate(found.after, axis=1))
+            residual_scratch[index, number] = in_words(jnp.concatenate(found.residual, axis=1))
+            # The first term is the residual, rounded to the dtype of the inputs.
+            d_v_ref[0, layout.tokens_of(index), layout.value_lanes(pair)] = found.residual[0][
+                :, : len(pair) * layout.width
+            ]
         return carry
 
     jax.lax.fori_loop(0, layout.block_chunks, backwards, None)
 
     # The other gradients.
 
-    def given(index: Any, number: int) -> gradients.Given:
+    def given(index: Any, number: int) -> Stages:
+        found = yield from gradients.from_states(
+            after=gradients.terms_of(from_words(after_scratch[index, number]), terms),
+            residual=gradients.terms_of(from_words(residual_scratch[index, number]), terms),
+            d_o=of_values(d_o_ref, index, pairs[number]),
+            u=gradients.terms_of(from_words(u_scratch[index, number]), terms),
+            states=[gradients.terms_of(from_words(states_scratch[index, head]), terms) for head in pairs[number]],
+            into=None if into_scratch is None else into_scratch[index, number],
+            precision=precision,
+            scale=layout.call.scale,
+        )
         return gradients.Given(
             q=of_queries(q_ref, index, pairs[number]),
             k=of_queries(k_ref, index, pairs[number]),
             beta=beta_of(index, number),
             scores=scores_scratch[index, number],
-            z=d_z_scratch[index, number],
-            d_reads=d_reads_scratch[index, number],
-            d_onward=d_onward_scratch[index, number],
             d_across=d_across_scratch[index, number],
+            z=found.z,
+            d_reads=found.reads,
+            d_onward=found.onward,
         )
 
-    def stages_of(index: Any, number: int) -> Any:
+    def stages_of(index: Any, number: int) -> Stages:
+        own = yield from given(index, number)
         if gate == "channel":
             sums, across = sums_scratch[index, number], across_scratch[index, number]
-            reads = gradients.terms_of(reads_scratch[index, number], terms)
-            return gradients.channel_gradients(given(index, number), sums, reads, across, masks, precision)
+            reads = gradients.terms_of(from_words(reads_scratch[index, number]), terms)
+            return (yield from gradients.channel_gradients(own, sums, reads, across, masks, precision))
         decays = onward = None
         if gate == "head":
             decays, onward = pair_decays_scratch[index, number], onward_scratch[index, number]
-        return gradients.head_gradients(given(index, number), decays, onward, masks, precision)
+        return (yield from gradients.head_gradients(own, decays, onward, masks, precision))
 
     def write(index: Any, results: list[Any]) -> None:
         tokens = layout.tokens_of(index)
@@ -398,7 +420,8 @@ def _backward_kernel(
         indices = [group * together + n for n in range(together)]
         if strong:
             (index,) = indices
-            each = [(given(index, number), gates_of(index, pair)) for number, pair in enumerate(pairs)]
+            own = result_of(intra_chunk.in_lock_step([given(index, number) for number in range(len(pairs))]))
+            each = [(one, gates_of(index, pair)) for one, pair in zip(own, pairs, strict=True)]
             write(index, gradients.strong_gradients(each, masks, precision))
             return carry
         stages = [stages_of(index, number) for index in indices for number in range(len(pairs))]
@@ -407,8 +430,8 @@ def _backward_kernel(
             write(index, results[n * len(pairs) : (n + 1) * len(pairs)])
         return carry
 
-    # Its products do not follow each other in long chains: fewer chunks hide their latency.
-    for_chunks(own_gradients, math.gcd(backward.interleave, 2))
+    # Its products do not follow each other in long chains: four pairs of heads hide their latency.
+    for_chunks(own_gradients, math.gcd(backward.interleave, 1 if len(pairs) >= 4 else 2))
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _finish():

@@ -31,8 +31,8 @@ from tilewright.ops.delta_rule.pallas_tpu.bwd import block_chunks_that_fit, head
 from tilewright.ops.delta_rule.pallas_tpu.intra_chunk import CHUNK, PAIR, beside, down_the_rows
 from tilewright.pallas.tpu.kernel import Block, Kernel, Output
 
-_INTERLEAVE = 4
-_SPILLED = 2  # Arrays [C, K] of float32 per chunk and head that registers do not hold.
+_INTERLEAVED_HEADS = 16  # Heads times chunks whose work is interleaved: more compile for longer.
+_SPILLED = 4  # Arrays [C, K] of float32 per chunk and head that registers do not hold: libtpu reports 3.8 for KDA on a v4.
 # How strong the gates per channel of a chunk are: more than `intra_chunk.MILD` over its tokens; over 8 of them.
 _MILD, _STRONG, _EXTREME = 0, 1, 2
 
@@ -117,10 +117,17 @@ def _forward_kernel(
     def of_queries(ref: Any, tokens: Any, pair: tuple[int, ...]) -> jax.Array:
         return beside([ref[0, tokens, layout.key_lanes((layout.query_head(head),))] for head in pair])  # [C, 2 K]
 
-    def scores(index: Any, strength: int) -> list[Any]:
-        """The stages of each pair's scores of a chunk."""
-        tokens, stages = layout.tokens_of(index), []
-        for number, pair in enumerate(pairs):
+    def scores(indices: list[Any], strength: int) -> list[Any]:
+        """The stages of the scores of each pair of heads of each chunk."""
+        each = [(index, number, pair) for index in indices for number, pair in enumerate(pairs)]
+        sums: list[Any] = [None] * len(each)
+        if layout.gate == "head":
+            rows = [(index, len(pairs) + number) for index, number, _ in each]
+            gates = [rows_ref[0, 0, 0, index, row : row + 1, :] for index, row in rows]  # [1, 128]
+            sums = intra_chunk.head_sums(gates, masks, precision)
+        stages = []
+        for (index, number, pair), of_pair in zip(each, sums, strict=True):
+            tokens = layout.tokens_of(index)
             q, k = of_queries(q_ref, tokens, pair), of_queries(k_ref, tokens, pair)
             beta = rows_ref[0, 0, 0, index, number : number + 1, :]  # [1, 128]
             if layout.gate == "channel":
@@ -133,9 +140,7 @@ def _forward_kernel(
                 else:
                     stages.append(intra_chunk.strongly_gated(*given, any_gate=strength == _EXTREME))
             else:
-                row = len(pairs) + number
-                g = rows_ref[0, 0, 0, index, row : row + 1, :] if layout.gate == "head" else None  # [1, 128]
-                stages.append(intra_chunk.head_gated(q, k, g, beta, masks, precision))
+                stages.append(intra_chunk.head_gated(q, k, of_pair, beta, masks, precision))
         return stages
 
     def keep(index: Any, results: list[Any]) -> None:
@@ -159,8 +164,7 @@ def _forward_kernel(
         """What does not depend on the state, of chunks that are worked on together."""
         indices = [group * forward.interleave + n for n in range(forward.interleave)]
         strength = _EXTREME if layout.rounds_only else _MILD
-        stages = [stage for index in indices for stage in scores(index, strength)]
-        results = intra_chunk.result_of(intra_chunk.weights(stages, masks, precision))
+        results = intra_chunk.result_of(intra_chunk.weights(scores(indices, strength), masks, precision))
         for n, index in enumerate(indices):
             keep(index, results[n * len(pairs) : (n + 1) * len(pairs)])
         return carry
@@ -176,8 +180,7 @@ def _forward_kernel(
 
             @pl.when(found == 1)
             def _some():
-                stages = [stage for index in indices for stage in scores(index, strength)]
-                results = intra_chunk.result_of(intra_chunk.weights(stages, masks, precision))
+                results = intra_chunk.result_of(intra_chunk.weights(scores(indices, strength), masks, precision))
                 for n, index in enumerate(indices):
                     own = results[n * len(pairs) : (n + 1) * len(pairs)]
 
@@ -284,12 +287,15 @@ def _vmem_bytes(forward: _Forward) -> int:
 def _heuristic(chip: Chip, call: DeltaRuleCall) -> DeltaRuleTpuForward:
     """The blocks of tokens that fit the backward kernel, and the most heads per block that fit this one."""
     block_chunks = block_chunks_that_fit(chip, call)
-    interleave = 1 if short(call) else _INTERLEAVE
+
+    def interleave(heads: int) -> int:
+        return 1 if short(call) else 4 if 4 * heads <= _INTERLEAVED_HEADS else 2
+
     for heads in head_counts(call):
-        config = DeltaRuleTpuForward(block_chunks, heads, interleave)
+        config = DeltaRuleTpuForward(block_chunks, heads, interleave(heads))
         if _vmem_bytes(_planned(call, config)) <= (chip.vmem_bytes or math.inf):
             return config
-    return DeltaRuleTpuForward(block_chunks, 1, interleave)
+    return DeltaRuleTpuForward(block_chunks, 1, interleave(1))
 
 
 def _memory(call: DeltaRuleCall, launch: Launch) -> dict[str, int]:

@@ -14,7 +14,8 @@ d(into k) = -dR S^T.
 
 The gradient of the state is transposed, [V, K], two heads side by side, so that dR is too: then W, q and k are operands
 as they are, decays of tokens and of channels are rows, and of all operands do and dR alone are transposed. `reverse` has
-this part. The gradients of q, k and the gates follow from Z for each chunk by itself:
+what one chunk passes to the one before it, dR and dS, and `from_states` the other products with S, dS' and U. The gradients
+of q, k and the gates follow from Z for each chunk by itself:
 
     one gate per head    dq and dk from Z times decays; dg_t sums all that decays by g_t, and nothing that cancels
     one per channel      of mild gates: M = (q exp(a)) (k exp(-a))^T for the sums a, so da = q dq + k (dk as it reads - dk
@@ -25,6 +26,7 @@ this part. The gradients of q, k and the gates follow from Z for each chunk by i
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +102,12 @@ def _by_head(first: jax.Array, second: jax.Array) -> jax.Array:
 
 def _as_row(first: jax.Array, second: jax.Array, masks: Mapping[str, Any]) -> jax.Array:
     """Two columns, [64, 1] or equal along 128 lanes, as a row [1, 128] in the order of the lanes."""
-    itself = masks["triangles"][0] - masks["triangles"][1]
-    return jnp.sum(_by_head(first, second) * itself, axis=0, keepdims=True)
+    return _diagonal(_by_head(first, second), masks)
+
+
+def _diagonal(x: jax.Array, masks: Mapping[str, Any]) -> jax.Array:
+    """The diagonals of two matrices [64, 128] as a row [1, 128]."""
+    return jnp.sum(x * (masks["triangles"][0] - masks["triangles"][1]), axis=0, keepdims=True)
 
 
 def _sum_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -114,9 +120,14 @@ def _sum_back(kind: Any, x: jax.Array, masks: Mapping[str, Any], precision: Matm
     return multiply((masks["back"][kind],), (jnp.concatenate(split(x, precision), axis=0),), "nn", precision)
 
 
+def _column(row: jax.Array) -> jax.Array:
+    """[1, 128] in the order of the lanes as [64, 2 * 128], equal along each head's lanes."""
+    return unstacked(down_the_rows(row, LANES))
+
+
 def _columns(row: jax.Array, width: int) -> jax.Array:
     """[1, 128] in the order of the lanes as [64, 2 width], equal along each head's lanes."""
-    return over_lanes(unstacked(down_the_rows(row, LANES)), width)
+    return over_lanes(_column(row), width)
 
 
 @dataclass(frozen=True)
@@ -124,11 +135,8 @@ class Reversed:
     """What `reverse` finds of a chunk of two heads."""
 
     before: jax.Array  # [V, 2 K]: the gradient of the state before it, transposed
-    residual: jax.Array  # [64, 2 V]: dR
-    z: jax.Array  # [128, 128]: the rows of Z of M, above those of A
-    reads: jax.Array  # [128, 2 K]: the gradient of into q, above that of into k, from the state; for one gate per head
-    # of q and of k
-    onward: jax.Array  # [64, 2 K]: that of onward k, without beta
+    after: Terms  # [V, 2 K]: the gradient of the state after it, in terms
+    residual: Terms  # [64, 2 V]: dR, in terms
     across: jax.Array  # [1, 2 K]: across S dS', summed over V
 
 
@@ -137,7 +145,6 @@ def reverse(
     d_o: jax.Array,
     weights: jax.Array,
     reads: Terms,
-    u: Terms,
     states: Sequence[Terms],
     across: jax.Array | None,
     into: jax.Array | None,
@@ -148,8 +155,8 @@ def reverse(
     """Takes the gradient of the state after a chunk, [V, 2 K], to the one before it.
 
     `weights` are those of `intra_chunk.weights` with the inverse, [128 + K, 128] in terms. `reads` is q above k as they
-    read the state, [128, 2 K]; `u` is [64, 2 V]; `states` are each head's state before, [V, K]. `into` [64, 2 * 128] is
-    for one gate per head, where `reads` are q and k themselves.
+    read the state, [128, 2 K]; `states` are each head's state before, [V, K]. `into` [64, 2 * 128] is for one gate per
+    head, where `reads` are q and k themselves.
     """
     count = weights.shape[1] // LANES
     pushed, d_o_t = split(after, precision), stacked(d_o).T  # [V, 2 K], [V, 128]
@@ -158,48 +165,83 @@ def reverse(
     from_o = narrow_product((d_o_t,), tuple(two_diagonal(w[:CHUNK], masks) for w in parts), precision)
     residual_t = narrow_product(pushed, onward, precision) + scale * from_o  # [V, 128]
     yield
-    residual = unstacked(residual_t.T)  # [64, 2 V]
-    left, right = (d_o_t,), residual_t
-    if into is not None:
-        row = _as_row(_of_head(into, 0), _of_head(into, 1), masks)
-        left, right = split(d_o_t.astype(jnp.float32) * row, precision), residual_t * row
-    from_q = multiply(left, tuple(block_diagonal(x[:CHUNK]) for x in reads), "nn", precision)
-    from_k = multiply(split(right, precision), tuple(block_diagonal(x[CHUNK:]) for x in reads), "nn", precision)
-    before = (after if across is None else across * after) + scale * from_q - from_k
+    before = after if across is None else across * after
+    if len(reads) == 1:
+        # One product whose weights are q above k, which are pushed once for hi and lo of what they are multiplied with.
+        # do times a power of two keeps its 8 bits; the rest of the scale goes to the product.
+        rest = math.frexp(scale)[0] or 1.0
+        left, right = (scale / rest) * d_o_t.astype(jnp.float32), (-1 / rest) * residual_t
+        if into is not None:
+            row = _as_row(_of_head(into, 0), _of_head(into, 1), masks)
+            left, right = left * row, right * row
+        keys = jnp.concatenate([block_diagonal(reads[0][:CHUNK]), block_diagonal(reads[0][CHUNK:])], axis=0)
+        rows = split(jnp.concatenate([left, right], axis=1), precision)
+        before = before + rest * narrow_product(rows, (keys,), precision)
+    else:
+        from_q = multiply((d_o_t,), tuple(block_diagonal(x[:CHUNK]) for x in reads), "nn", precision)
+        from_k = multiply(
+            split(residual_t, precision), tuple(block_diagonal(x[CHUNK:]) for x in reads), "nn", precision
+        )
+        before = before + scale * from_q - from_k
     yield
-    terms = split(residual, precision)
+    residual = split(unstacked(residual_t.T), precision)  # [64, 2 V]
+    kept = []
+    for h, state in enumerate(states):
+        whole = functools.reduce(jnp.add, [x.astype(jnp.float32) for x in state])
+        kept.append(jnp.sum(whole * _of_head(after, h), axis=0, keepdims=True))  # [1, K]
+    if len(kept) < PAIR:
+        kept.append(jnp.zeros_like(kept[0]))
+    total = jnp.concatenate(kept, axis=1)
+    return Reversed(before, pushed, residual, total if across is None else across * total)
+
+
+@dataclass(frozen=True)
+class FromStates:
+    """What `from_states` finds of a chunk of two heads."""
+
+    z: jax.Array  # [128, 128]: the rows of Z of M, above those of A
+    reads: jax.Array  # [128, 2 K]: the gradient of into q, above that of into k, from the state; for one gate per head
+    # of q and of k
+    onward: jax.Array  # [64, 2 K]: that of onward k, without beta
+
+
+def from_states(
+    after: Terms,
+    residual: Terms,
+    d_o: jax.Array,
+    u: Terms,
+    states: Sequence[Terms],
+    into: jax.Array | None,
+    precision: MatmulPrecision,
+    scale: float,
+) -> Stages:
+    """The products of a chunk with its states and their gradients, which are those of `Reversed`. `u` is [64, 2 V]."""
     diagonal = jnp.concatenate([block_diagonal(x) for x in u], axis=0)  # [terms * 128, 2 V]
-    both = multiply((jnp.concatenate([d_o, *terms], axis=0),), (diagonal,), "nt", precision)
+    both = multiply((jnp.concatenate([d_o, *residual], axis=0),), (diagonal,), "nt", precision)
     of_o, of_r = both[:CHUNK, :LANES], both[CHUNK : 2 * CHUNK, :LANES]
-    if count == 2:
+    if len(u) == 2:
         of_o, of_r = of_o + both[:CHUNK, LANES:], of_r + both[CHUNK : 2 * CHUNK, LANES:] + both[2 * CHUNK :, :LANES]
     yield
-    found, written, kept = [], [], []
+    found, written = [], []
     for h, state in enumerate(states):
-        own = [_of_head(x, h) for x in terms]
+        own = [_of_head(x, h) for x in residual]
         upper = [_of_head(d_o, h), *(jnp.zeros_like(x) for x in own[1:])]
         rows = jnp.concatenate([jnp.concatenate(upper, axis=1), jnp.concatenate(own, axis=1)], axis=0)
         found.append(deep_product(rows, state, precision))  # [128, K]
         own_u = jnp.concatenate([_of_head(x, h) for x in u], axis=1)
-        written.append(deep_product(own_u, tuple(_of_head(x, h) for x in pushed), precision))  # [64, K]
-        whole = functools.reduce(jnp.add, [x.astype(jnp.float32) for x in state])
-        kept.append(jnp.sum(whole * _of_head(after, h), axis=0, keepdims=True))  # [1, K]
+        written.append(deep_product(own_u, tuple(_of_head(x, h) for x in after), precision))  # [64, K]
     yield
     if len(states) < PAIR:
-        found, written, kept = ([*x, jnp.zeros_like(x[0])] for x in (found, written, kept))
+        found, written = ([*x, jnp.zeros_like(x[0])] for x in (found, written))
     both = jnp.concatenate(found, axis=1)
     of_q, of_k = scale * both[:CHUNK], -both[CHUNK:]
     if into is not None:
         decay = over_lanes(into, of_q.shape[1] // PAIR)
         of_q, of_k = decay * of_q, decay * of_k
-    total = jnp.concatenate(kept, axis=1)
-    return Reversed(
-        before,
-        residual,
+    return FromStates(
         jnp.concatenate([scale * of_o, -of_r], axis=0),
         jnp.concatenate([of_q, of_k], axis=0),
         jnp.concatenate(written, axis=1),
-        total if across is None else across * total,
     )
 
 
@@ -223,11 +265,11 @@ class Given:
     k: jax.Array  # [64, 2 K]
     beta: jax.Array  # [1, 128]
     scores: jax.Array  # [128, 128]: M above A
-    # From `Reversed`:
+    d_across: jax.Array  # `Reversed.across`
+    # From `FromStates`:
     z: jax.Array
     d_reads: jax.Array
     d_onward: jax.Array
-    d_across: jax.Array
 
 
 def head_gradients(
@@ -254,12 +296,12 @@ def head_gradients(
         precision,
     )
     of_reads, of_keys = yield from of_scores
-    column = _columns(beta if onward is None else beta * onward, depth)
+    column = _column(beta if onward is None else beta * onward)
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    written = k * given.d_onward
     read = given.d_reads + of_reads
-    d_k = read[CHUNK:] + of_keys + column * given.d_onward
-    total = _as_row(*_sum_of(written), masks)
+    d_k = read[CHUNK:] + of_keys + over_lanes(column, depth) * given.d_onward
+    of_written = _by_head(*_sum_of(k * given.d_onward))  # [64, 128]
+    total = _diagonal(of_written, masks)
     d_beta = jnp.sum(shares, axis=0, keepdims=True) + (total if onward is None else total * onward)
     yield
     d_g = None
@@ -267,7 +309,7 @@ def head_gradients(
         between = side_by_side((shares[:CHUNK] + shares[CHUNK:]) * beta, precision)
         of_pairs = multiply((between,), (masks["earlier"][...],), "nn", precision)  # Row i: the sum over j < t.
         of_into = _by_head(*_sum_of(q * given.d_reads[:CHUNK] + k * given.d_reads[CHUNK:]))
-        of_onward = _by_head(*_sum_of(column * written))
+        of_onward = of_written * _by_head(_of_head(column, 0), _of_head(column, 1))
         each = jnp.where(seen > 0, of_pairs + of_into, of_onward)
         d_g = jnp.sum(each, axis=0, keepdims=True) + _by_head(*_sum_of(given.d_across))
     return read[:CHUNK], d_k, d_g, d_beta

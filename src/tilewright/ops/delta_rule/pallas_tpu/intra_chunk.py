@@ -176,6 +176,28 @@ def score_product(rows: Terms, keys: Terms, precision: MatmulPrecision) -> jax.A
     return total if len(keys) == 1 else total + both[:count, LANES:]
 
 
+# Operands in VMEM.
+
+
+def words_shape(rows: int, lanes: int, terms: int) -> tuple[int, int]:
+    """The shape that `in_words` gives [rows, lanes] of each of `terms` terms, side by side."""
+    return rows // terms, terms * lanes
+
+
+def in_words(x: jax.Array) -> jax.Array:
+    """bfloat16 as words of two rows each, for scratch: [R, D] as [R / 2, D]. float32 stays as it is.
+
+    A register has 16 rows of bfloat16, and a tile of bfloat16 in VMEM has 8: what is loaded from it for the vector units
+    is put together from two halves.
+    """
+    return pltpu.bitcast(x, jnp.uint32) if x.dtype == jnp.bfloat16 else x
+
+
+def from_words(x: jax.Array) -> jax.Array:
+    """The inverse of `in_words`."""
+    return pltpu.bitcast(x, jnp.bfloat16) if x.dtype == jnp.uint32 else x
+
+
 # Two heads side by side.
 
 
@@ -230,24 +252,34 @@ def _lower_half() -> jax.Array:
 # Scores.
 
 
+def head_sums(gates: Sequence[jax.Array], masks: Mapping[str, Any], precision: MatmulPrecision) -> list[jax.Array]:
+    """The sums of one gate per head for `head_gated`, [64, 2 * 128] each, from the gates [1, 128] of pairs of heads.
+
+    Row i has the sum of the gates after the token of each lane up to token i, and beside it the sum of all up to i. The
+    sums of all pairs of heads are one product, whose weights are pushed once.
+    """
+    seen = masks["triangles"][0]
+    rows = jnp.concatenate([side_by_side(seen * g, precision) for g in gates], axis=0)
+    sums = _dot(rows, masks["after"][...], "nn", precision)
+    return [sums[n * CHUNK : (n + 1) * CHUNK] for n in range(len(gates))]
+
+
 def head_gated(
     q: jax.Array,
     k: jax.Array,
-    g: jax.Array | None,
+    sums: jax.Array | None,
     beta: jax.Array,
     masks: Mapping[str, Any],
     precision: MatmulPrecision,
 ) -> Stages:
-    """One gate per head, g [1, 128], or none. q and k are [64, 2 K].
+    """One gate per head, whose `head_sums` these are, or none. q and k are [64, 2 K].
 
     Returns M b, A b, (onward k)^T b, each with 128 lanes; M above A, without beta; and into [64, 2 * 128], across
     [1, 2 * 128], the decays of pairs of tokens [64, 128], and onward [1, 128], or None where there is no gate.
     Every decay is the exponential of a sum of gates, never of a difference of two sums.
     """
     seen, before = masks["triangles"][0], masks["triangles"][1]
-    pairs, onward, sums, into, across = seen, None, None, None, None
-    if g is not None:
-        sums = _dot(side_by_side(seen * g, precision), masks["after"][...], "nn", precision)  # [64, 2 * 128]
+    pairs, onward, into, across = seen, None, None, None
     both = score_product((jnp.concatenate([q, k], axis=0),), (k,), precision)  # [128, 128]
     yield
     if sums is not None:
@@ -263,7 +295,7 @@ def head_gated(
     erase = both[CHUNK:] * (pairs * before)
     written = stacked(k).T.astype(jnp.float32) * (beta if onward is None else beta * onward)  # [K, 128]
     plain = jnp.concatenate([read, erase], axis=0)
-    return read * beta, erase * beta, written, plain, into, across, None if g is None else pairs, onward
+    return read * beta, erase * beta, written, plain, into, across, None if sums is None else pairs, onward
 
 
 def channel_gated(

@@ -68,9 +68,14 @@ def test_an_export_of_nsight_compute_is_read() -> None:
     ("text", "words", "told"),
     [
         (None, (), "cannot be read: No such file"),
-        ("op,seconds\n", (), "no line begins with 'Kernel Name'; export a report with `ncu --import"),
+        ('"Kernel Name","mine",""\n', (), "kernel mine has no instructions: the export was cut"),
+        (f"{HEAD}\n", (), "line 1 has the columns of a kernel, and no line before it the kernel's name"),
+        (_kernel("mine", ("EXIT", 1, 1, 0, 1)).rsplit(",", 3)[0], (), "line 3 has 4 of 7 columns: the export was cut"),
+        (_kernel("mine", ("EXIT", 1, 1, 0, 1)).replace('"1"', '"1.5"', 1), (), "line 3: '# Samples' is '1.5', which is no"),
+        (_kernel("mine", ("EXIT", 1, 1, 0, 1)).replace("stall_", ""), (), "no column 'stall_...'"),
+        ("op,seconds\n", (), "no line begins with 'Kernel Name', so no kernel was profiled or exported; export a"),
         ('"Kernel Name","mine"\n"Address","Source"\n"0x0","EXIT"\n', (), "no column '# Samples'; record it with `ncu"),
-        (_kernel("mine", ("EXIT", 1, 1, 0, 1)), ("--kernel", "his"), "--kernel his matches no kernel"),
+        (_kernel("mine", ("EXIT", 1, 1, 0, 1)), ("--kernel", "his"), "which has mine"),
         (_kernel("mine", ("EXIT", 1, 1, 0, 1)), ("--kernel", "("), "--kernel ( is no regular expression"),
     ],
 )  # fmt: skip
@@ -81,6 +86,15 @@ def test_what_it_cannot_read(tmp_path: Path, text: str | None, words: tuple[str,
     done = ran("stalls", str(export), *words)
     assert done.code == 2
     assert told in done.flat
+
+
+def test_names_and_code_are_shown_as_they_are(tmp_path: Path) -> None:
+    """CUDA names kernels of lambdas with brackets, which the terminal's markup has, too."""
+    export = tmp_path / "export.csv"
+    name = "f<[lambda(int)]>[/x]"
+    export.write_text(_kernel(name, ("[/red] R1", 3, 1, 2, 1)), encoding="utf-8-sig")
+    done = ran("stalls", str(export))
+    assert (done.code, f"{name}: 3 samples" in done.flat, "[/red] R1" in done.flat) == (0, True, True), done
 
 
 def test_a_report_that_was_not_exported_is_told(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def stalls(
     kernel: Annotated[
         str | None, typer.Option(help="A regular expression; only kernels whose names it matches.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many instructions to list.")] = 20,
+    top: Annotated[int, typer.Option(min=1, help="How many instructions to list, with --json too.")] = 20,
 ) -> None:
     """Show where the warps of a GPU kernel wait: for what, in which part of its code, at which instructions.
 
@@ -38,9 +38,11 @@ def stalls(
     """
     with arguments():
         pattern = _compiled(kernel)
-        found = [one for one in read(_lines(export)) if pattern is None or pattern.search(one.kernel)]
+        there = read(_lines(export))
+    found = [one for one in there if pattern is None or pattern.search(one.kernel)]
     if not found:
-        raise Mistake(f"--kernel {kernel} matches no kernel of {export}; leave it out to see all")
+        names = ", ".join(dict.fromkeys(one.kernel for one in there))
+        raise Mistake(f"--kernel {kernel} matches no kernel of {export}, which has {names}")
     tell(kernels=[_document(one, top) for one in found])
     for one in found:
         _show(one, top)
@@ -55,7 +57,7 @@ def _compiled(pattern: str | None) -> re.Pattern[str] | None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is no text; if it is a report (.ncu-rep), export it with `ncu --import {path} --page source --csv`"
@@ -66,16 +68,17 @@ def _lines(path: Path) -> list[str]:
 
 def _show(one: Stalls, top: int) -> None:
     loaded, stored = one.local_words_per_thread
+    name = escape(one.kernel)
     title = (
-        f"{one.kernel}: {one.samples:,} samples; {one.executed_per_warp:,.0f} instructions per warp; spilled, "
+        f"{name}: {one.samples:,} samples; {one.executed_per_warp:,.0f} instructions per warp; spilled, "
         f"words per thread: {stored:.0f} stored, {loaded:.0f} loaded"
     )
     reasons = new_table(title, ("reason", "warps waited for", "share"))
     for reason, count in one.reasons.items():
-        reasons.add_row(reason, REASONS.get(reason, ""), _share(one, count))
+        reasons.add_row(escape(reason), REASONS.get(reason, ""), _share(one, count))
     console().print(reasons)
     regions = new_table(
-        f"{one.kernel}: parts of the code, from one wait or branch to the next, with {_LEAST_SHARE:.0%} of the samples",
+        f"{name}: parts of the code, from one wait or branch to the next, with {_LEAST_SHARE:.0%} of the samples",
         ("instructions", "executed per warp", "share", "waited for", "opcodes", "ends at"),
     )
     for region in one.regions():
@@ -90,12 +93,12 @@ def _show(one: Stalls, top: int) -> None:
                 f"{region.executed / one.warps:,.0f}",
                 _share(one, region.samples),
                 _most(one, part.reasons),
-                opcodes,
+                escape(opcodes),
                 escape(last.opcode),
             )
     console().print(regions)
     hottest = new_table(
-        f"{one.kernel}: the instructions with the most samples, in the order of the code",
+        f"{name}: the instructions with the most samples, in the order of the code",
         ("instruction", "executed per warp", "share", "waited for", "code"),
     )
     for each in _hottest(one, top):

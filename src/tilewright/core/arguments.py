@@ -20,7 +20,9 @@ def is_integer(value: Any) -> bool:
 
 def check_number(name: str, value: Any) -> None:
     """Raises unless it is a Python or NumPy number."""
-    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+    if isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be a number, not True or False")
+    if not isinstance(value, int | float | np.integer | np.floating):
         raise ValueError(
             f"{name}={value!r} is not a Python number; it is built into the kernel, so it must be known when traced: "
             f"pass a number"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -99,6 +100,7 @@ def _lower_on(ctx: Any, x: Any, *, refused: tuple[tuple[str, str], ...]) -> list
 
 
 def _run_on(x: Any, *, refused: tuple[tuple[str, str], ...]) -> Any:
+    x = jnp.asarray(x)  # A linear map may be given NumPy arrays.
     messages, platforms = dict(refused), {device.platform for device in x.devices()}
     for platform in platforms:
         if (lowered_as := {"gpu": "cuda"}.get(platform, platform)) in messages:

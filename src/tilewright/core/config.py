@@ -54,7 +54,8 @@ class Config:
             integer = isinstance(value, int) and not isinstance(value, bool)
             if integer and value >= least and value % multiple == 0:
                 continue
-            rule = f"a positive multiple of {multiple}" if multiple > 1 else f"{least} or more"
+            rule = f"{least} or more" if integer else f"an integer, {least} or more"
+            rule = f"a positive multiple of {multiple}" if multiple > 1 else rule
             rule = "a positive integer" if (multiple, least) == (1, 1) else rule
             nearest = max(least, multiple, round(value / multiple) * multiple) if integer else max(least, multiple)
             because = f" ({why})" if why else ""

@@ -437,7 +437,7 @@ def compiler_cuts() -> bool:
 
 _INTERPRETED_ON_SEVERAL = {
     "tpu": "tilewright.interpret(plain=True), or jax.shard_map",
-    "gpu": "implementation='xla', since the interpreter of GPU kernels has one device",
+    "gpu": "implementation='xla' (or 'reference'), since the interpreter of GPU kernels has one device",
 }
 
 

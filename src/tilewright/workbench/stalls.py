@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 _NAME, _CODE, _SAMPLES, _EXECUTED = "Kernel Name", "Source", "# Samples", "Instructions Executed"
-_STALL, _NOT_ISSUED = "stall_", "(Not Issued)"
+_FIRST_COLUMN, _STALL, _NOT_ISSUED = "Address", "stall_", "(Not Issued)"
+_EXPORT_AGAIN = "export a report with `ncu --import REPORT.ncu-rep --page source --csv`"
 _SUFFIX = "_mosaic_gpu_kernel"
 # Where a region of the code ends: what warps wait at, and branches.
 _ENDS = ("BAR", "SYNCS.PHASECHK", "WARPGROUP.DEPBAR", "DEPBAR", "BRA", "EXIT", "RET")
@@ -139,45 +140,66 @@ class Stalls:
 
 
 def read(lines: Iterable[str]) -> list[Stalls]:
-    """The kernels in an export. Raises `NotStalls` where it is something else."""
+    """The kernels in an export. Raises `NotStalls` where it is something else, or was cut."""
     kernels: list[tuple[str, list[Instruction]]] = []
     columns: list[str] | None = None
-    for row in csv.reader(lines):
+    rows = csv.reader(lines)
+    for row in rows:
         if not row:
             continue
+        where = f"line {rows.line_num}"
         if row[0] == _NAME and len(row) > 1:
             kernels.append((row[1].removesuffix(_SUFFIX), []))
             columns = None
+        elif not kernels and row[0] == _FIRST_COLUMN:
+            raise NotStalls(
+                f"{where} has the columns of a kernel, and no line before it the kernel's name; {_EXPORT_AGAIN}"
+            )
         elif kernels and columns is None:
             columns = row
-            if missing := [name for name in (_CODE, _SAMPLES, _EXECUTED) if name not in columns]:
+            wanted = (_CODE, _SAMPLES, _EXECUTED)
+            missing = [name for name in wanted if name not in columns]
+            if not missing and not any(map(_is_reason, columns)):
+                missing = [f"{_STALL}..."]
+            if missing:
                 raise NotStalls(
-                    f"the source page of {kernels[-1][0]} has no column {missing[0]!r}; record it with `ncu --set full`, "
-                    f"which samples warps, and export it with `--page source --csv`"
+                    f"the source page of {kernels[-1][0]} ({where}) has no column {missing[0]!r}; record it with "
+                    f"`ncu --set full`, which samples warps, and export it with `--page source --csv`"
                 )
         elif columns is not None:
-            kernels[-1][1].append(_instruction(len(kernels[-1][1]), columns, row))
-    found = [Stalls(name, tuple(instructions)) for name, instructions in kernels if instructions]
-    if not found:
-        raise NotStalls(
-            f"no line begins with {_NAME!r}; export a report with `ncu --import REPORT.ncu-rep --page source --csv`"
-        )
-    return found
+            if len(row) < len(columns):
+                raise NotStalls(
+                    f"{where} has {len(row)} of {len(columns)} columns: the export was cut; {_EXPORT_AGAIN}"
+                )
+            kernels[-1][1].append(_instruction(len(kernels[-1][1]), columns, row, where))
+    for name, instructions in kernels:
+        if not instructions:
+            raise NotStalls(f"kernel {name} has no instructions: the export was cut, or has no commas; {_EXPORT_AGAIN}")
+    if not kernels:
+        raise NotStalls(f"no line begins with {_NAME!r}, so no kernel was profiled or exported; {_EXPORT_AGAIN}")
+    return [Stalls(name, tuple(instructions)) for name, instructions in kernels]
 
 
-def _instruction(place: int, columns: list[str], row: list[str]) -> Instruction:
+def _is_reason(column: str) -> bool:
+    return column.startswith(_STALL) and not column.endswith(_NOT_ISSUED)
+
+
+def _instruction(place: int, columns: list[str], row: list[str], where: str) -> Instruction:
     values = dict(zip(columns, row, strict=False))
-    reasons = {
-        name.removeprefix(_STALL): int(value or 0)
-        for name, value in values.items()
-        if name.startswith(_STALL) and not name.endswith(_NOT_ISSUED)
-    }
+
+    def count(column: str) -> int:
+        text = values[column]
+        if not text.isdecimal():
+            raise NotStalls(f"{where}: {column!r} is {text!r}, which is no count; {_EXPORT_AGAIN}")
+        return int(text)
+
+    reasons = {name.removeprefix(_STALL): count(name) for name in columns if _is_reason(name)}
     return Instruction(
         place,
         values[_CODE].strip(),
-        int(values[_EXECUTED] or 0),
-        int(values[_SAMPLES] or 0),
-        {reason: count for reason, count in reasons.items() if count},
+        count(_EXECUTED),
+        count(_SAMPLES),
+        {reason: number for reason, number in reasons.items() if number},
     )
 
 

@@ -242,8 +242,23 @@ def test_a_config_that_cannot_be_is_refused_when_built(options, text) -> None:
         ({"A_log": jnp.zeros((3,))}, r"A_log has shape \[3\] and x \[13, 2, 128\]; A_log must be \[HV\] = \[2\]"),
         ({"dt_bias": jnp.zeros((256,))}, r"dt_bias has shape \[256\] and x .*: pass dt_bias.reshape\(2, 128\)"),
         ({"lower_bound": -6.0}, r"lower_bound=-6.0 must be"),
+        ({"lower_bound": True}, r"lower_bound=True must be a number, not True or False"),
+        ({"dt_bias": None}, r"dt_bias is of type NoneType; it must be an array of numbers"),
+        (
+            {"x": jnp.ones((13, 2, 128), jnp.complex64)},
+            r"x is complex64\[13, 2, 128\]; it must be float32 or bfloat16: pass",
+        ),
     ],
 )
 def test_bad_arguments_are_told_with_the_way_out(changed, text) -> None:
     with pytest.raises(ValueError, match=text):
         kda_gate(**{**draw(dtype=jnp.float32), **changed})
+
+
+def test_its_linear_map_takes_numpy_arrays() -> None:
+    """As `jax.test_util.check_grads` passes them."""
+    arrays = draw(dtype=jnp.float32)
+    tangents = {name: np.ones(array.shape, array.dtype) for name, array in arrays.items()}
+    _, linear = jax.linearize(lambda given: kda_gate(**given), arrays)
+    _, expected = jax.jvp(lambda given: kda_gate(**given), (arrays,), (jax.tree.map(jnp.asarray, tangents),))
+    np.testing.assert_allclose(linear(tangents), expected, rtol=1e-6)

@@ -192,7 +192,7 @@ def _interpret(name: str, *, alone: bool) -> Any:
     if mode is not None and devices > 1:
         raise Unsupported(
             f"{name}: the interpreter of GPU kernels has one device, and this is inside jax.shard_map over {devices}; use "
-            f"implementation='xla', or a mesh of one device"
+            f"implementation='xla', or a mesh of one device (an op that has no 'xla' has 'reference')"
         )
     return gpu_interpret_params(mode, alone=alone)
 

@@ -1,10 +1,11 @@
 """`kda_gate`: the log-decays of KDA from a raw projection."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tilewright.core.arguments import FLOATING, shown
 from tilewright.core.config import Config
 from tilewright.core.dispatch import ImplementationName, Op, register
+from tilewright.core.quantized import as_array
 from tilewright.ops.delta_rule.arguments import check_decays
 from tilewright.ops.delta_rule.gate.call import KdaGateCall
 
@@ -41,7 +42,9 @@ def kda_gate(
       g [..., HV, K] in float32. Gradients flow to every array, in every mode. They are computed from the three arrays
       again: nothing else is kept for them.
     """
-    x, A_log, dt_bias = map(jnp.asarray, (x, A_log, dt_bias))
+    x, A_log, dt_bias = (as_array(*given) for given in (("x", x), ("A_log", A_log), ("dt_bias", dt_bias)))
+    if x.dtype.name not in FLOATING:
+        raise ValueError(f"x is {shown(x)}; it must be float32 or bfloat16: pass x.astype(jnp.float32)")
     check_decays("x", x.shape, A_log, dt_bias, lower_bound)
     bound = None if lower_bound is None else float(lower_bound)
     call = KdaGateCall(x=x, A_log=A_log, dt_bias=dt_bias, lower_bound=bound)

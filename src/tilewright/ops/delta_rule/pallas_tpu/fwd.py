@@ -32,7 +32,9 @@ from tilewright.ops.delta_rule.pallas_tpu.intra_chunk import CHUNK, PAIR, beside
 from tilewright.pallas.tpu.kernel import Block, Kernel, Output
 
 _INTERLEAVED_HEADS = 16  # Heads times chunks whose work is interleaved: more compile for longer.
-_SPILLED = 4  # Arrays [C, K] of float32 per chunk and head that registers do not hold: libtpu reports 3.8 for KDA on a v4.
+_SPILLED = (
+    4  # Arrays [C, K] of float32 per chunk and head that registers do not hold: libtpu reports 3.8 for KDA on a v4.
+)
 # How strong the gates per channel of a chunk are: more than `intra_chunk.MILD` over its tokens; over 8 of them.
 _MILD, _STRONG, _EXTREME = 0, 1, 2
 

@@ -437,7 +437,8 @@ def compiler_cuts() -> bool:
 
 _INTERPRETED_ON_SEVERAL = {
     "tpu": "tilewright.interpret(plain=True), or jax.shard_map",
-    "gpu": "implementation='xla' (or 'reference'), since the interpreter of GPU kernels has one device",
+    "gpu": "implementation='xla', since the interpreter of GPU kernels has one device (an op that has no 'xla' has "
+    "'reference')",
 }
 
 

@@ -11,7 +11,7 @@ from tilewright.core.case import Case, Input, Work, normal
 _FLOAT32_BYTES = 4
 
 
-def _rate_log(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def rate_log(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The logs of rates from 1 to 16, as layers begin with."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
 
@@ -37,7 +37,7 @@ def _case(
         name=name,
         inputs={
             "x": Input((*tokens, hv, k), normal(scale)),
-            "A_log": Input((hv,), _rate_log, dtype="float32"),
+            "A_log": Input((hv,), rate_log, dtype="float32"),
             "dt_bias": Input((hv, k), lambda key, shape: bias + jax.random.normal(key, shape), dtype="float32"),
         },
         outputs=("g",),

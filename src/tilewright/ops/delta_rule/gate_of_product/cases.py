@@ -4,16 +4,11 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tilewright.core.case import Case, Input, Work, normal
+from tilewright.ops.delta_rule.gate.cases import rate_log
 
 _FLOAT32_BYTES = 4
-
-
-def _rate_log(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The logs of rates from 1 to 16, as layers begin with."""
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
 
 
 def _case(
@@ -40,7 +35,7 @@ def _case(
         inputs={
             "x": Input((*tokens, r)),
             "w": Input((r, hv, k), normal(scale * r**-0.5)),
-            "A_log": Input((hv,), _rate_log, dtype="float32"),
+            "A_log": Input((hv,), rate_log, dtype="float32"),
             "dt_bias": Input((hv, k), lambda key, shape: bias + jax.random.normal(key, shape), dtype="float32"),
         },
         outputs=("g",),

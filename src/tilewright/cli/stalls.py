@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from tilewright.cli.document import prints_json, tell
 from tilewright.cli.screen import Mistake, arguments, console, new_table
-from tilewright.workbench.stalls import REASONS, Instruction, Region, Stalls, read
+from tilewright.workbench.stalls import REASONS, Instruction, Stalls, read
 
 _LEAST_SHARE = 0.01  # Of a region that is shown.
 _REASONS, _OPCODES = 3, 6  # Shown of a row; all are in the document.
@@ -70,7 +70,7 @@ def _show(one: Stalls, top: int) -> None:
     loaded, stored = one.local_words_per_thread
     name = escape(one.kernel)
     title = (
-        f"{name}: {one.samples:,} samples; {one.executed_per_warp:,.0f} instructions per warp; spilled, "
+        f"{name}: {one.samples:,} samples; {one.executed / one.warps:,.0f} instructions per warp; spilled, "
         f"words per thread: {stored:.0f} stored, {loaded:.0f} loaded"
     )
     reasons = new_table(title, ("reason", "warps waited for", "share"))
@@ -83,16 +83,15 @@ def _show(one: Stalls, top: int) -> None:
     )
     for region in one.regions():
         if region.samples >= _LEAST_SHARE * one.samples:
-            part = Stalls(one.kernel, region.instructions)
             opcodes = ", ".join(
-                f"{count / one.warps:.0f} {name}" for name, count in list(part.opcodes.items())[:_OPCODES]
+                f"{count / one.warps:.0f} {opcode}" for opcode, count in list(region.opcodes.items())[:_OPCODES]
             )
             first, last = region.instructions[0], region.instructions[-1]
             regions.add_row(
                 f"{first.place}-{last.place}",
                 f"{region.executed / one.warps:,.0f}",
                 _share(one, region.samples),
-                _most(one, part.reasons),
+                _most(one, region.reasons),
                 escape(opcodes),
                 escape(last.opcode),
             )
@@ -130,22 +129,21 @@ def _most(one: Stalls, reasons: dict[str, int]) -> str:
 def _document(one: Stalls, top: int) -> dict[str, Any]:
     loaded, stored = one.local_words_per_thread
 
-    def region_of(region: Region) -> dict[str, Any]:
-        part = Stalls(one.kernel, region.instructions)
+    def region_of(region: Stalls) -> dict[str, Any]:
         return {
             "first": region.instructions[0].place,
             "last": region.instructions[-1].place,
             "executed": region.executed,
             "samples": region.samples,
-            "reasons": part.reasons,
-            "opcodes": part.opcodes,
+            "reasons": region.reasons,
+            "opcodes": region.opcodes,
         }
 
     return {
         "kernel": one.kernel,
         "samples": one.samples,
         "warps": one.warps,
-        "executed": sum(one.opcodes.values()),
+        "executed": one.executed,
         "local_words_loaded": loaded,
         "local_words_stored": stored,
         "reasons": one.reasons,

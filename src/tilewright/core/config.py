@@ -54,9 +54,12 @@ class Config:
             integer = isinstance(value, int) and not isinstance(value, bool)
             if integer and value >= least and value % multiple == 0:
                 continue
-            rule = f"{least} or more" if integer else f"an integer, {least} or more"
-            rule = f"a positive multiple of {multiple}" if multiple > 1 else rule
-            rule = "a positive integer" if (multiple, least) == (1, 1) else rule
+            if multiple > 1:
+                rule = f"a positive multiple of {multiple}"
+            elif least == 1:
+                rule = "a positive integer"
+            else:
+                rule = f"{least} or more" if integer else f"an integer, {least} or more"
             nearest = max(least, multiple, round(value / multiple) * multiple) if integer else max(least, multiple)
             because = f" ({why})" if why else ""
             raise ValueError(f"{name}={value!r} must be {rule}{because}; use {use or nearest}")

@@ -74,23 +74,8 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Region:
-    """The instructions up to one that warps may wait at."""
-
-    instructions: tuple[Instruction, ...]
-
-    @property
-    def samples(self) -> int:
-        return sum(each.samples for each in self.instructions)
-
-    @property
-    def executed(self) -> int:
-        return sum(each.executed for each in self.instructions)
-
-
-@dataclass(frozen=True)
 class Stalls:
-    """The samples of one kernel."""
+    """The samples of one kernel, or of a part of its code."""
 
     kernel: str
     instructions: tuple[Instruction, ...]
@@ -101,7 +86,7 @@ class Stalls:
 
     @cached_property
     def warps(self) -> int:
-        """The warps of the launch: all of them execute the first instruction."""
+        """The warps of the launch, of a whole kernel: all of them execute its first instruction."""
         return max(self.instructions[0].executed, 1)
 
     @cached_property
@@ -115,8 +100,9 @@ class Stalls:
         return _by_count((each.opcode.partition(".")[0], each.executed) for each in self.instructions)
 
     @property
-    def executed_per_warp(self) -> float:
-        return sum(self.opcodes.values()) / self.warps
+    def executed(self) -> int:
+        """How many instructions were executed, by all warps."""
+        return sum(self.opcodes.values())
 
     @property
     def local_words_per_thread(self) -> tuple[float, float]:
@@ -127,16 +113,16 @@ class Stalls:
         )
         return loaded / self.warps, stored / self.warps
 
-    def regions(self) -> Iterator[Region]:
+    def regions(self) -> Iterator["Stalls"]:
         """The code, cut behind each instruction that warps may wait at."""
         part: list[Instruction] = []
         for each in self.instructions:
             part.append(each)
             if each.opcode.startswith(_ENDS):
-                yield Region(tuple(part))
+                yield Stalls(self.kernel, tuple(part))
                 part = []
         if part:
-            yield Region(tuple(part))
+            yield Stalls(self.kernel, tuple(part))
 
 
 def read(lines: Iterable[str]) -> list[Stalls]:
